@@ -1,0 +1,107 @@
+"""Result files: written whole or not at all, and saying where they come from."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_REPORTED_PACKAGES = ("dprc", "torch", "numpy", "scipy", "dp-accounting", "transformers", "datasets")
+
+
+def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file under a temporary name and rename it: readers never see half of it."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json_atomic(path: str | os.PathLike[str], value: Any) -> None:
+    """Write JSON atomically; refuse NaN and infinities, which JSON does not have."""
+    write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _git(*words: str) -> str | None:
+    root = Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+@cache
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Describe what made a result: commit, versions, machine.
+
+    Args:
+        device: The device in words, e.g. ``"cpu"`` or the name of a GPU.
+
+    Returns:
+        A dictionary that JSON can hold. ``git_commit`` is None outside a checkout.
+    """
+    versions = {}
+    for name in _REPORTED_PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": None if status is None else bool(status),
+        "python": platform.python_version(),
+        "versions": versions,
+        "machine": platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "device": device,
+    }
+
+
+def write_result(
+    path: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    privacy: Mapping[str, Any] | None,
+    valid: bool = True,
+    device: str = "cpu",
+) -> None:
+    """Write one result file with the five sections that every stage shares.
+
+    Args:
+        path: Where the file goes; parent folders are made.
+        config: The settings that determine the result.
+        metrics: What was measured; units live in the names.
+        privacy: epsilon, delta, noise_multiplier, sample_rate, steps, estimator, num_probes,
+            sketch, analysis; None for a result that has no guarantee.
+        valid: False when the result must not enter a figure.
+        device: The device in words.
+
+    Raises:
+        ValueError: A value is NaN or infinite.
+    """
+    write_json_atomic(
+        path,
+        {
+            "config": dict(config),
+            "metrics": dict(metrics),
+            "privacy": None if privacy is None else dict(privacy),
+            "environment": environment(device),
+            "valid": valid,
+        },
+    )
