@@ -1,0 +1,1 @@
+"""Tables and figures of the paper: result files in, one table or figure out."""

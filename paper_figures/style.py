@@ -1,0 +1,53 @@
+"""One order, one name and one colour for each method, in every table and figure."""
+
+from typing import NamedTuple
+
+import pandas as pd
+
+
+class MethodStyle(NamedTuple):
+    """How a method looks."""
+
+    label: str
+    color: str
+    marker: str
+
+
+# Okabe and Ito's colours: told apart with any colour vision, and in print by their markers.
+METHODS = {
+    "nonprivate": MethodStyle("no privacy", "#000000", ""),
+    "exact": MethodStyle("exact clipping", "#0072B2", "o"),
+    "hutchinson_paper": MethodStyle("Hutchinson, shared sketch, envelope (paper)", "#D55E00", "s"),
+    "hutchinson": MethodStyle("Hutchinson, per-sample sketch, tight (ours)", "#009E73", "^"),
+    "hutchpp_paper": MethodStyle("Hutch++, shared sketch, envelope (paper)", "#CC79A7", "D"),
+    "hutchpp": MethodStyle("Hutch++, per-sample sketch, tight (ours)", "#E69F00", "v"),
+}
+ESTIMATORS = ("exact", "tiled", "ghost", "hutchinson", "hutchpp")
+
+
+class TaskStyle(NamedTuple):
+    """What a task is called and how it is scored."""
+
+    label: str
+    metric: str
+    metric_label: str
+    paper_task: str  # the task of the paper whose values belong in its panel
+    scale: float  # from the fraction of the result file to the unit of the paper
+
+
+TASKS = {
+    "bbc": TaskStyle("BBC news", "accuracy", "accuracy (%)", "bbc", 100.0),
+    "billsum": TaskStyle("BillSum", "rouge1", "ROUGE-1", "billsum", 1.0),
+    "hotpotqa": TaskStyle("HotpotQA", "exact_match", "exact match (%)", "hotpotqa", 100.0),
+    "bbc_offline": TaskStyle("BBC news, offline twin", "accuracy", "accuracy (%)", "bbc", 100.0),
+}
+MODES = {"full": "full fine-tuning", "lora": "LoRA"}
+
+
+def sort_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Order rows by task, mode, method and falling epsilon, each in the one fixed order."""
+    orders = {"task": TASKS, "mode": MODES, "method": METHODS}
+    keys = pd.DataFrame(
+        {name: rows[name].map({key: i for i, key in enumerate(o)}) for name, o in orders.items()}
+    ).assign(epsilon=-rows["epsilon"])
+    return rows.loc[keys.sort_values(list(keys)).index].reset_index(drop=True)

@@ -1,0 +1,108 @@
+"""A stand-in for the `dprc` command: tiny result files of the same shape, without torch.
+
+The fixtures of the workflow's tests put it on PATH. Each call is written to calls.log, so that a
+test can read what was run. A file noise_scale.txt beside it changes the noise it calibrates.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MECHANISM = ("sample_rate", "steps", "estimator", "num_probes", "sketch", "analysis")
+PRIVACY = ("epsilon", "delta", *MECHANISM)
+
+
+def write(path, text):
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def write_result(path, config, metrics, privacy):
+    sections = {"config": config, "metrics": metrics, "privacy": privacy}
+    write(path, json.dumps({**sections, "environment": {}, "valid": True}))
+
+
+def prepare_data(arguments):
+    for name in ("train.jsonl", "test.jsonl", "dataset.json"):
+        write(Path(arguments.out) / name, "{}\n")
+
+
+def prepare_model(arguments):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "model.json"):
+        write(Path(arguments.out) / name, "{}\n")
+
+
+def calibrate(arguments):
+    scale = HERE / "noise_scale.txt"
+    noise = (10.0 / arguments.epsilon) * (float(scale.read_text()) if scale.exists() else 1.0)
+    privacy = {name: getattr(arguments, name) for name in PRIVACY} | {"noise_multiplier": noise}
+    write_result(arguments.out, {}, {}, privacy)
+
+
+def train(arguments):
+    settings = json.load(sys.stdin)
+    noise = (settings["privacy"] or {}).get("noise_multiplier", 0.0)
+    accuracy = 0.9 - 0.01 * (noise + settings["seed"])
+    steps = settings["training"]["steps"]
+    metrics = {"test_accuracy": accuracy, "train_seconds": 1.0, "steps": steps}
+    privacy = settings["privacy"] and {**settings["privacy"], **settings["method"]}
+    out = Path(arguments.out)
+    write(out / "steps.csv", "step\n")
+    write(out / "settings.yaml", json.dumps(settings))
+    write_result(out / "metrics.json", settings, metrics, privacy)
+
+
+def count_flops(arguments):
+    rows = []
+    t, k = arguments.tokens, arguments.num_probes
+    for layer in arguments.layers.split(","):
+        d, p = map(int, layer.split("x"))
+        costs = {
+            "exact": 2 * t * d * p,
+            "ghost": 2 * t * t * (d + p),
+            "tiled": 2 * t * d * p,
+            "hutchinson": 2 * t * k * (d + p),
+            "hutchpp": 8 * t * k * (d + p) + 2 * k * k * (d + p),
+        }
+        rows += [
+            {
+                "in_features": d,
+                "out_features": p,
+                "tokens": t,
+                "num_probes": k,
+                "estimator": name,
+                "flops_counted": cost,
+                "flops_formula": cost,
+                "saving_vs_exact": 1 - cost / costs["exact"],
+            }
+            for name, cost in costs.items()
+        ]
+    write_result(arguments.out, {}, {"rows": rows}, None)
+
+
+def main():
+    with (HERE / "calls.log").open("a") as log:
+        log.write(" ".join(sys.argv[1:]) + "\n")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--config")
+    parser.add_argument("--layers")
+    parser.add_argument("--epsilon", type=float)
+    parser.add_argument("--delta", type=float)
+    parser.add_argument("--sample-rate", type=float)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--estimator")
+    parser.add_argument("--num-probes", type=int)
+    parser.add_argument("--sketch")
+    parser.add_argument("--analysis")
+    parser.add_argument("--tokens", type=int)
+    arguments, _ = parser.parse_known_args()
+    globals()[arguments.command.replace("-", "_")](arguments)
+
+
+if __name__ == "__main__":
+    main()

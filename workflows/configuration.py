@@ -1,0 +1,99 @@
+"""The configuration of the workflow: refused with one clear line, or safe to use."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+from snakemake_interface_common.exceptions import WorkflowError
+
+SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
+
+
+def check_configuration(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration that is not exactly what the schema knows.
+
+    Args:
+        config: The configuration as Snakemake read it.
+
+    Raises:
+        WorkflowError: A key is unknown, missing or ill-typed, or a name is used but not defined;
+            one line for each, with the path of the key.
+    """
+    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
+    errors = sorted(Draft202012Validator(schema).iter_errors(config), key=lambda e: list(e.path))
+    lines = [line for error in errors for line in _explain(error)]
+    # Names are looked up only in a configuration whose shape is right.
+    lines = lines or list(_undefined_names(config))
+    if lines:
+        raise WorkflowError("\n".join(f"configuration: {line}" for line in lines))
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    """Say what is wrong with one key in a line, its path first."""
+    path = ".".join(str(part) for part in error.absolute_path)
+    where = f"{path}: " if path else ""
+    if error.validator == "additionalProperties":
+        known = error.schema["properties"]
+        for key in error.instance:
+            if key not in known:
+                yield f"{where}unknown key {key!r} (known: {', '.join(known)})"
+    elif error.parent is not None and error.parent.validator == "propertyNames":
+        yield f"{where}{error.message}"
+    elif error.validator == "enum":
+        allowed = ", ".join(map(str, error.validator_value))
+        yield f"{where}{error.instance!r} is unknown (known: {allowed})"
+    elif error.validator == "type" and _is_number_as_text(error.instance):
+        yield f"{where}{error.message} (YAML reads 1e-5 as text: write 1.0e-5)"
+    else:
+        yield f"{where}{error.message}"
+
+
+def _is_number_as_text(value: object) -> bool:
+    """Tell whether YAML gave text where a number was meant."""
+    if not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _undefined_names(config: Mapping[str, Any]) -> Iterator[str]:
+    """Find names of models and methods that are used but defined nowhere."""
+    models, methods = config["models"], config["methods"]
+    for task, settings in config["tasks"].items():
+        if settings["model"] not in models:
+            yield f"tasks.{task}.model: unknown model {settings['model']!r} ({_known(models)})"
+    for section in ("tasks", "calibrations"):
+        for name, settings in config[section].items():
+            for method in settings["methods"]:
+                where = f"{section}.{name}.methods"
+                if method not in methods:
+                    yield f"{where}: unknown method {method!r} ({_known(methods)})"
+                elif section == "calibrations" and methods[method] is None:
+                    yield f"{where}: method {method!r} is not private and has no noise"
+    for name in config["calibrations"]:
+        if name in config["tasks"]:
+            yield f"calibrations.{name}: a task has the same name"
+    for name, method in methods.items():
+        yield from _incomplete_method(f"methods.{name}", method)
+
+
+def _incomplete_method(where: str, method: Mapping[str, Any] | None) -> Iterator[str]:
+    """Find options that an estimator needs, or cannot have."""
+    if method is None:
+        return
+    randomized = method["estimator"] in ("hutchinson", "hutchpp")
+    for key in ("num_probes", "sketch", "analysis"):
+        if randomized and key not in method:
+            yield f"{where}: estimator {method['estimator']!r} needs {key!r}"
+        if not randomized and key in method:
+            yield f"{where}: estimator {method['estimator']!r} has no {key!r}"
+
+
+def _known(names: Mapping[str, Any]) -> str:
+    return f"known: {', '.join(names)}"

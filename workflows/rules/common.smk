@@ -1,0 +1,142 @@
+"""Helpers of the rules: names of files, options of commands, settings of a training run."""
+
+import json
+from itertools import product
+
+from workflows.code_hash import code_hash
+from workflows.configuration import check_configuration
+
+check_configuration(config)
+
+
+wildcard_constraints:
+    task="|".join(config["tasks"]),
+    target="|".join([*config["tasks"], *config["calibrations"]]),
+    model="|".join(config["models"]),
+    mode="full|lora",
+    method="|".join(config["methods"]),
+    epsilon=r"inf|[0-9.e+-]+",
+    seed=r"\d+",
+
+
+CALIBRATION = "results/calibration/{target}/{method}/eps{epsilon}.json"
+METRICS = "results/train/{task}/{mode}/{method}/eps{epsilon}/seed{seed}/metrics.json"
+
+
+def is_private(method):
+    return config["methods"][method] is not None
+
+
+def epsilon_names(settings, method):
+    """Give the privacy budgets of a method as they are written in paths."""
+    epsilons = settings["epsilons"] if is_private(method) else [float("inf")]
+    return [f"{epsilon:.12g}" for epsilon in epsilons]
+
+
+def training_results():
+    """List the result file of every training run of the configuration."""
+    return [
+        METRICS.format(task=task, mode=mode, method=method, epsilon=epsilon, seed=seed)
+        for task, settings in config["tasks"].items()
+        for mode, method, seed in product(
+            settings["modes"], settings["methods"], config["seeds"]
+        )
+        for epsilon in epsilon_names(settings["privacy"], method)
+    ]
+
+
+def task_calibrations():
+    """List the calibrations that training runs take their noise from."""
+    return [
+        CALIBRATION.format(target=task, method=method, epsilon=epsilon)
+        for task, settings in config["tasks"].items()
+        for method in filter(is_private, settings["methods"])
+        for epsilon in epsilon_names(settings["privacy"], method)
+    ]
+
+
+def separate_calibrations():
+    """List the calibrations that no training run uses."""
+    return [
+        CALIBRATION.format(target=name, method=method, epsilon=epsilon)
+        for name, settings in config["calibrations"].items()
+        for method in settings["methods"]
+        for epsilon in epsilon_names(settings, method)
+    ]
+
+
+def command_options(settings):
+    """Write a mapping as options of a command: hidden_size: 128 becomes --hidden-size 128."""
+    return " ".join(
+        f"--{key.replace('_', '-')} {value}" for key, value in settings.items()
+    )
+
+
+def calibration_options(wildcards):
+    """Give `dprc calibrate` the mechanism, the budget and the length of the run."""
+    if wildcards.target in config["tasks"]:
+        task = config["tasks"][wildcards.target]
+        settings = {**task["privacy"], **task["training"]}
+    else:
+        settings = config["calibrations"][wildcards.target]
+    method = dict(config["methods"][wildcards.method])
+    # The schedule changes how a step is computed, not what it costs in privacy.
+    method.pop("schedule", None)
+    return command_options(
+        {
+            "epsilon": wildcards.epsilon,
+            **{key: settings[key] for key in ("delta", "sample_rate", "steps")},
+            **method,
+        }
+    )
+
+
+def model_file(name):
+    """Give the input function of a file of the task's model."""
+    return (
+        lambda wildcards: f"results/models/{config['tasks'][wildcards.task]['model']}/{name}"
+    )
+
+
+def run_calibration(wildcards):
+    """Give the calibration a training run takes its noise from; none without privacy."""
+    if not is_private(wildcards.method):
+        return []
+    return CALIBRATION.format(target=wildcards.task, **wildcards)
+
+
+def training_settings(wildcards, input):
+    """Write the settings of one training run as JSON, the calibrated noise among them.
+
+    The noise multiplier is part of the parameters, so a run is repeated when the noise changed and
+    not whenever the calibration ran again.
+    """
+    task = config["tasks"][wildcards.task]
+    privacy = None
+    if is_private(wildcards.method):
+        with open(input.calibration, encoding="utf-8") as handle:
+            calibrated = json.load(handle)["privacy"]
+        privacy = {key: calibrated[key] for key in ("epsilon", "delta")}
+        privacy["noise_multiplier"] = calibrated["noise_multiplier"]
+        privacy["max_grad_norm"] = task["privacy"]["max_grad_norm"]
+    settings = {
+        "task": {
+            "name": wildcards.task,
+            "data": f"results/data/{wildcards.task}",
+            "max_tokens": task["max_tokens"],
+        },
+        "model": {"path": f"results/models/{task['model']}", "mode": wildcards.mode},
+        "method": config["methods"][wildcards.method],
+        "privacy": privacy,
+        "training": task["training"],
+        "seed": int(wildcards.seed),
+        "privacy_seed": config["privacy_seed"],
+    }
+    return json.dumps(settings)
+
+
+def task_resource(name, default):
+    """Give the function of a resource that a task may set for its training runs."""
+    return lambda wildcards: (
+        config["tasks"][wildcards.task].get("resources", {}).get(name, default)
+    )
