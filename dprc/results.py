@@ -10,7 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_REPORTED_PACKAGES = ("dprc", "torch", "numpy", "scipy", "dp-accounting", "transformers", "datasets")
+_REPORTED_PACKAGES = (
+    "dprc",
+    "torch",
+    "numpy",
+    "scipy",
+    "dp-accounting",
+    "transformers",
+)
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
@@ -54,7 +61,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     Returns:
         A dictionary that JSON can hold. ``git_commit`` is None outside a checkout.
     """
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in _REPORTED_PACKAGES:
         try:
             versions[name] = version(name)

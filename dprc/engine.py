@@ -1,0 +1,530 @@
+"""The privacy engine: per-sample clipping by estimated norms, noise, and accounting of a model."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from dprc import accounting, estimators
+from dprc.accounting import validate
+from dprc.capture import Capture, Contribution, EmbeddingSite
+from dprc.errors import PrivacyError
+from dprc.estimators import Estimator, work_dtype
+from dprc.noise import RandomStreams, add_gaussian_noise_
+from dprc.sampling import MapDataset, PoissonLoader
+from dprc.schedules import NormPass, Pass, TotalPass
+from dprc.sketch import SketchSource
+
+SCHEDULES = ("two_pass", "book_keeping")
+
+# The norm is taken of the gradients of the first pass; those of the sum are rounded again. The
+# factor (1 - slack) keeps the clipped norm below C·S all the same, for the coarsest dtype a
+# gradient has on its way.
+SLACK = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+class PrivacyEngine:
+    """Trains a model with DP-SGD and randomized clipping.
+
+    The engine captures the model's trained parameters, so that ``backward`` sees each sample's
+    gradient, and owns the only way to change them: ``step``.
+
+    Args:
+        model: Its trained parameters (``requires_grad``) must be in ``optimizer``, and no others.
+        optimizer: Any ``torch.optim.Optimizer``; it is not wrapped, so schedulers act on it.
+        max_grad_norm: C > 0, bound on each sample's gradient norm over the whole model.
+        noise_multiplier: σ ≥ 0; the noise on the sum of gradients has deviation σC.
+        sample_rate: q in (0, 1], with which Poisson sampling includes each sample.
+        expected_batch_size: What the noised sum is divided by: a public number, q times a public
+            dataset size. Never the size of the batch at hand.
+        estimator: A name of ``dprc.estimators.names()``, or an ``Estimator`` (then ``num_probes``,
+            ``sketch`` and ``head_rank`` stay at their defaults). A randomized one is used where
+            the parameter is a matrix wider than its probes; the rest is exact.
+        num_probes: Probes k of a randomized estimator.
+        sketch: ``"per_sample"``, or ``"shared"`` as in the paper.
+        head_rank: Rank of the head of ``"hutchpp"``.
+        schedule: ``"two_pass"``, or ``"book_keeping"``, which keeps activations and gradients of
+            all layers and saves the second backward pass.
+        analysis: ``"tight"``, or ``"envelope"`` as in the paper (``shared`` only).
+        privacy_seed: None takes randomness from the operating system. An int repeats a run, warns,
+            and makes ``releasable`` False.
+
+    Raises:
+        PrivacyError: A parameter or module that cannot be protected; an optimizer with other
+            parameters than the trained ones; infinite max_grad_norm with noise.
+        ValueError: A number out of range or an unknown name.
+        TypeError: A value of the wrong type.
+
+    Guarantee: with samples drawn by ``poisson_loader`` (add/remove adjacency, one item one
+        privacy unit), all parameters after any number of steps are (ε, δ)-private with ε =
+        ``epsilon(δ)``, assuming exact Gaussian noise. ``squared_norms``, ``clipped_fraction``,
+        losses, and whatever is chosen by looking at them are not covered.
+
+    Source: Algorithm 1 of Ullah et al. (arXiv 2605.24879). Deviations: per-sample sketches and
+        the analysis for them (docs/theory.md), and norms over all parameters at once.
+
+    Example:
+        >>> import warnings; warnings.simplefilter("ignore")
+        >>> model = nn.Linear(64, 2)
+        >>> engine = PrivacyEngine(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0,
+        ...     noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=8, privacy_seed=0)
+        >>> x, y = torch.randn(8, 64), torch.randint(2, (8,))
+        >>> engine.backward(nn.functional.cross_entropy(model(x), y, reduction="none"))
+        >>> engine.step()
+        >>> 0 < engine.epsilon(1e-5) < 10
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float,
+        noise_multiplier: float,
+        sample_rate: float,
+        expected_batch_size: float,
+        estimator: str | Estimator = "hutchinson",
+        num_probes: int = 32,
+        sketch: str = "per_sample",
+        head_rank: int | None = None,
+        schedule: str = "two_pass",
+        analysis: str = "tight",
+        privacy_seed: int | None = None,
+    ) -> None:
+        self.noise_multiplier = validate.noise_multiplier(noise_multiplier, allow_zero=True)
+        self.sample_rate = validate.sample_rate(sample_rate)
+        self.max_grad_norm = _max_grad_norm(max_grad_norm, self.noise_multiplier)
+        self.expected_batch_size = validate.real("expected_batch_size", expected_batch_size)
+        if self.expected_batch_size <= 0:
+            raise ValueError(f"expected_batch_size must be above 0, got {expected_batch_size!r}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+        self.schedule, self.analysis = schedule, analysis
+        self.estimator = _estimator(estimator, num_probes, sketch, head_rank)
+        self.sketch: str = getattr(self.estimator, "sketch", sketch)
+
+        self.model, self.optimizer = model, optimizer
+        _check_optimizer(model, optimizer)
+        self._pass: Pass | None = None
+        self._batch = 0
+        self._coarsest = torch.float64
+        self._capture = Capture(model, self)
+        try:
+            self._estimators = self._plan()
+            self.law = accounting.combine_laws(
+                estimators.Exact().scale_law() if chosen is None else chosen.scale_law()
+                for chosen in self._estimators
+            )
+            validate.sketch_and_analysis(self.sketch, analysis, self.law)
+            if self.noise_multiplier > 0:
+                self.law.require_private()
+            self._streams = RandomStreams.from_seed(privacy_seed)
+        except BaseException:
+            self._capture.detach()
+            raise
+        self.accountant = accounting.Accountant()
+        self._max_steps: int | None = None
+        self._totals: list[torch.Tensor] | None = None
+        self._first_sample = 0  # index in the logical batch of the next micro-batch
+        self._stepping = False
+        self._squared_norms: torch.Tensor | None = None
+        self._clipped = self._excluded = 0
+        self._optimizer_guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+
+    @classmethod
+    def with_epsilon(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        epsilon: float,
+        delta: float,
+        steps: int,
+        sample_rate: float,
+        estimator: str = "hutchinson",
+        num_probes: int = 32,
+        sketch: str = "per_sample",
+        head_rank: int | None = None,
+        analysis: str = "tight",
+        **others: Any,
+    ) -> Self:
+        """Make an engine whose noise keeps ``steps`` steps within (epsilon, delta).
+
+        Args:
+            model: As for the class.
+            optimizer: As for the class.
+            epsilon: Target, above 0.
+            delta: Target, in (0, 1).
+            steps: Optimizer steps; one more raises PrivacyError.
+            sample_rate: As for the class, as are all that follow.
+            estimator: A name.
+            num_probes: Probes k.
+            sketch: ``"per_sample"`` or ``"shared"``.
+            head_rank: Rank of the head of ``"hutchpp"``.
+            analysis: ``"tight"`` or ``"envelope"``.
+            **others: Passed on to the class, which refuses what it does not know.
+
+        Raises:
+            ValueError: A target out of range, or ``noise_multiplier`` given as well.
+        """
+        if "noise_multiplier" in others:
+            raise ValueError("noise_multiplier: is computed from epsilon here; leave it out")
+        clipping: dict[str, Any] = {
+            "estimator": estimator,
+            "num_probes": num_probes,
+            "sketch": sketch,
+            "head_rank": head_rank,
+            "analysis": analysis,
+        }
+        sigma = accounting.noise_multiplier(
+            epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps, **clipping
+        )
+        engine = cls(
+            model,
+            optimizer,
+            noise_multiplier=sigma,
+            sample_rate=sample_rate,
+            **clipping,
+            **others,
+        )
+        engine._max_steps = steps
+        return engine
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """Clip each sample's gradient and add the sum to the engine's buffers.
+
+        Args:
+            losses: (B,), one loss for each sample, each a function of that sample alone. Call once
+                for each micro-batch. A sample whose loss or norm is not finite contributes zero.
+
+        Raises:
+            PrivacyError: A scalar or (B, T) loss; a module that saw another number of samples.
+            TypeError: Not a tensor.
+            ValueError: A loss that depends on no parameter.
+        """
+        _check_losses(losses)
+        self._batch = losses.shape[0]
+        if self._batch == 0:
+            return
+        norms = self._norm_pass(keep=self.schedule == "book_keeping")
+        two_pass = self.schedule == "two_pass"
+        with self._running(norms):
+            torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=two_pass)
+        factors, excluded = self._clip(losses.detach(), norms.per_parameter())
+        totals = self._buffers()
+        if two_pass:
+            with self._running(TotalPass(totals, excluded)):
+                torch.autograd.backward(losses, factors.to(losses.dtype))
+        else:
+            norms.add_totals_(totals, factors, excluded)
+        self._first_sample += self._batch
+
+    def step(self) -> None:
+        """Add noise once, divide by the expected batch size, step the optimizer, account.
+
+        To be called once for each logical batch, also for an empty one.
+
+        Raises:
+            PrivacyError: More steps than ``with_epsilon`` calibrated for.
+        """
+        if self._max_steps is not None and self.accountant.steps >= self._max_steps:
+            raise PrivacyError(
+                f"step: noise was calibrated for {self._max_steps} steps, and all are taken. "
+                "Calibrate for more, or stop here."
+            )
+        totals, index = self._buffers(), self.accountant.steps
+        # Accounted before anything leaves the engine: a failing optimizer has seen the gradient.
+        self.accountant.step(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            law=self.law,
+            sketch=self.sketch,
+            analysis=self.analysis,
+        )
+        with torch.no_grad():
+            for number, parameter in enumerate(self._capture.parameters):
+                total = totals[number]
+                if self.noise_multiplier > 0:
+                    add_gaussian_noise_(
+                        total,
+                        standard_deviation=self.noise_multiplier * self.max_grad_norm,
+                        stream=self._streams.noise,
+                        step=index,
+                        parameter=number,
+                    )
+                parameter.grad = total.div_(self.expected_batch_size).to(parameter.dtype)
+        self._totals, self._first_sample = None, 0
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def epsilon(self, delta: float) -> float:
+        """Return an upper bound on ε at ``delta`` for the steps taken so far."""
+        return self.accountant.epsilon(delta)
+
+    def poisson_loader(
+        self,
+        dataset: MapDataset,
+        *,
+        steps: int,
+        max_physical_batch: int,
+        collate_fn: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
+    ) -> PoissonLoader:
+        """Return logical batches sampled as the accounting assumes.
+
+        Args:
+            dataset: With ``__len__`` and ``__getitem__``; one item is one privacy unit.
+            steps: Number of optimizer steps.
+            max_physical_batch: Most samples that go through the model at once.
+            collate_fn: Makes a batch of a list of items; it must treat each item alone.
+
+        Returns:
+            An iterable of logical batches, each an iterable of physical ones::
+
+                for logical_batch in engine.poisson_loader(dataset, ...):
+                    for batch in logical_batch:  # none at all if the logical batch is empty
+                        engine.backward(loss_fn(model, batch))
+                    engine.step()
+
+        Raises:
+            TypeError: The dataset cannot be indexed.
+            ValueError: A count below 1.
+        """
+        return PoissonLoader(
+            dataset,
+            self._streams.sampling,
+            sample_rate=self.sample_rate,
+            first_step=self.accountant.steps,
+            steps=steps,
+            max_physical_batch=max_physical_batch,
+            collate_fn=collate_fn,
+        )
+
+    # --- diagnostics: none of them is private -----------------------------------------------------
+
+    @property
+    def squared_norms(self) -> torch.Tensor:
+        """Estimated squared norms (B,) of the last ``backward``. Not private."""
+        if self._squared_norms is None:
+            raise ValueError("squared_norms: no backward() yet")
+        return self._squared_norms
+
+    @property
+    def clipped_samples(self) -> int:
+        """Number of samples clipped since construction. Not private."""
+        return self._clipped
+
+    @property
+    def excluded_samples(self) -> int:
+        """Number of samples left out since construction for a non-finite gradient. Not private."""
+        return self._excluded
+
+    @property
+    def releasable(self) -> bool:
+        """Whether the randomness was secret: False with a fixed ``privacy_seed``."""
+        return self._streams.releasable
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two steps. It holds the keys: as sensitive as the data.
+
+        Raises:
+            PrivacyError: A logical batch is under way.
+        """
+        if self._totals is not None:
+            raise PrivacyError("state_dict: a logical batch is under way; call step() first")
+        return {
+            "accountant": self.accountant.state_dict(),
+            "streams": self._streams.state_dict(),
+            "max_steps": self._max_steps,
+            "clipped_samples": self._clipped,
+            "excluded_samples": self._excluded,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken: same noise, sketches and samples to come."""
+        self.accountant.load_state_dict(state["accountant"])
+        self._streams = RandomStreams.from_state_dict(state["streams"])
+        self._max_steps = state["max_steps"]
+        self._clipped, self._excluded = state["clipped_samples"], state["excluded_samples"]
+        self._totals, self._first_sample = None, 0
+
+    def detach(self) -> None:
+        """Give model and optimizer back as they were."""
+        self._capture.detach()
+        self._optimizer_guard.remove()
+
+    # --- called by captured modules ---------------------------------------------------------------
+
+    def receive(self, path: str, parameter: int, contribution: Contribution) -> None:
+        """Take one use of one parameter from the capture."""
+        if contribution.batch != self._batch:
+            raise PrivacyError(
+                f"{path}: its output has leading dimension {contribution.batch} where "
+                f"{self._batch} samples are expected. The module sees samples mixed or flattened "
+                "together; its per-sample gradient cannot be told apart."
+            )
+        self._running_pass(path).take(parameter, contribution)
+
+    def check_active(self, path: str) -> None:
+        """Refuse a backward pass that is not the engine's."""
+        self._running_pass(path)
+
+    def _running_pass(self, path: str) -> Pass:
+        if self._pass is None:
+            raise PrivacyError(
+                f"{path}: backward() was called on a loss directly. Use engine.backward(losses), "
+                "or engine.detach() to train without privacy."
+            )
+        return self._pass
+
+    # --- internals --------------------------------------------------------------------------------
+
+    def _plan(self) -> list[Estimator | None]:
+        """Choose each parameter's estimator, from the model alone: never from the data."""
+        chosen: list[Estimator | None] = []
+        for index, parameter in enumerate(self._capture.parameters):
+            sites = [site for site in self._capture.sites if site.weight == index]
+            if parameter.dim() < 2:
+                chosen.append(None)
+                continue
+            estimator = self.estimator
+            only_ids = all(isinstance(site, EmbeddingSite) for site in sites)
+            narrow = min(parameter.shape) <= getattr(estimator, "num_probes", 0)
+            if estimator.randomized and (only_ids or narrow):
+                # Exact is cheaper here, and an exact share only helps the guarantee.
+                estimator = estimators.Exact()
+            elif not estimator.linear and len(sites) > 1:
+                # Needs all uses at once; the sketches of uses add up, and the law is the same.
+                estimator = estimators.Hutchinson(
+                    num_probes=getattr(estimator, "num_probes", 32), sketch=self.sketch
+                )
+            chosen.append(estimator)
+        return chosen
+
+    def _norm_pass(self, *, keep: bool) -> NormPass:
+        source = SketchSource(
+            self._streams.sketch,
+            self.sketch,
+            step=self.accountant.steps,
+            first_sample=self._first_sample,
+        )
+        shapes = [parameter.shape for parameter in self._capture.parameters]
+        return NormPass(shapes, self._estimators, source, self._batch, keep=keep)
+
+    def _clip(
+        self, losses: torch.Tensor, norms: dict[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # factors (B,), excluded (B,)
+        squared = torch.zeros(self._batch, dtype=work_dtype(losses.dtype), device=losses.device)
+        for value in norms.values():
+            squared = squared + value.to(squared.device)
+        self._squared_norms = squared
+        excluded = ~(squared.isfinite() & losses.isfinite())
+        if math.isinf(self.max_grad_norm):
+            factors = torch.ones_like(squared)
+        else:
+            bound = (1 - SLACK[self._coarsest]) * self.max_grad_norm
+            # A zero norm gives infinity, hence 1.
+            factors = (bound / squared.sqrt()).clamp(max=1.0)
+        factors = factors.masked_fill(excluded, 0.0)
+        self._clipped += int(((factors < 1) & ~excluded).sum())
+        self._excluded += int(excluded.sum())
+        return factors, excluded
+
+    def _buffers(self) -> list[torch.Tensor]:
+        if self._totals is None:
+            self._totals = [
+                torch.zeros_like(parameter, dtype=work_dtype(parameter.dtype), requires_grad=False)
+                for parameter in self._capture.parameters
+            ]
+        return self._totals
+
+    @contextmanager
+    def _running(self, current: Pass) -> Iterator[None]:
+        self._pass = current
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _refuse_foreign_step(self, *_: Any) -> None:
+        if not self._stepping:
+            raise PrivacyError(
+                "optimizer.step() was called directly, which would apply a gradient without "
+                "noise or accounting. Call engine.step()."
+            )
+
+
+def _max_grad_norm(value: object, noise_multiplier: float) -> float:
+    if isinstance(value, (int, float)) and math.isinf(value) and value > 0:
+        if noise_multiplier > 0:
+            raise PrivacyError(
+                "max_grad_norm: an infinite bound needs infinite noise; give a finite one, or "
+                "noise_multiplier=0 for training without privacy"
+            )
+        return float(value)
+    number = validate.real("max_grad_norm", value)
+    if number <= 0:
+        raise ValueError(f"max_grad_norm must be above 0, got {value!r}")
+    return number
+
+
+def _estimator(
+    estimator: str | Estimator, num_probes: int, sketch: str, head_rank: int | None
+) -> Estimator:
+    if isinstance(estimator, str):
+        return estimators.get(estimator, num_probes=num_probes, sketch=sketch, head_rank=head_rank)
+    if not isinstance(estimator, Estimator):
+        raise TypeError(f"estimator: must be a name or an Estimator, got {estimator!r}")
+    if (num_probes, sketch, head_rank) != (32, "per_sample", None):
+        raise ValueError(
+            "estimator: an Estimator brings its own num_probes, sketch and head_rank; leave "
+            f"them out, got {num_probes!r}, {sketch!r}, {head_rank!r}"
+        )
+    return estimator
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    missing = [name for key, name in trained.items() if key not in set(held)]
+    if missing:
+        raise PrivacyError(
+            f"optimizer: does not hold the trained parameter {missing[0]!r} (of {len(missing)} "
+            "missing), which would never learn. Make the optimizer from the model's trained "
+            "parameters, or freeze it."
+        )
+    if len(held) > len(trained):
+        raise PrivacyError(
+            f"optimizer: holds {len(held) - len(trained)} parameters that are not trained "
+            "parameters of the model (another model's, or frozen ones). Give it only those with "
+            "requires_grad."
+        )
+
+
+def _check_losses(losses: object) -> None:
+    if not isinstance(losses, torch.Tensor):
+        raise TypeError(f"losses: must be a tensor of shape (batch,), got {type(losses).__name__}")
+    if losses.dim() != 1:
+        meaning = (
+            "a mean or sum over the batch hides each sample's gradient"
+            if losses.dim() == 0
+            else "each sample needs one loss, its tokens' mean for instance"
+        )
+        raise PrivacyError(
+            f"losses: must have shape (batch,), got {tuple(losses.shape)}: {meaning}. Use "
+            "dprc.losses, or reduction='none'."
+        )
+    if losses.shape[0] > 0 and not losses.requires_grad:
+        raise ValueError("losses: depend on no trained parameter (was the model run in no_grad?)")

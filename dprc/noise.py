@@ -1,0 +1,178 @@
+"""Randomness of private training: three separate counter-based streams, and the Gaussian noise.
+
+Every number is a function of a 128-bit key and a position (step, parameter, sample, block), never
+of what was drawn before. So a resumed run draws what an uninterrupted one draws, micro-batches
+can be cut anywhere, and nothing here touches torch's or numpy's global generators.
+
+Philox streams and floating-point Gaussians are not cryptographic: whoever learns a key learns the
+noise. Keys come from the operating system unless a ``privacy_seed`` is given, and are as
+sensitive as the data.
+"""
+
+import hashlib
+import secrets
+import struct
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+_WORD = 2**32
+
+
+class Position(NamedTuple):
+    """Where in a stream a block of numbers lies; each field is below 2**32."""
+
+    step: int = 0
+    parameter: int = 0
+    sample: int = 0
+    block: int = 0
+    rank: int = 0
+    role: int = 0
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A counter-based stream of random numbers.
+
+    Args:
+        key: 128 bits, as two unsigned 64-bit words.
+    """
+
+    key: tuple[int, int]
+
+    def generator(self, position: Position) -> np.random.Generator:
+        """Return numpy's generator at a position; distinct positions never overlap.
+
+        Philox counts in 256 bits. The low 64 count the numbers drawn from one position, the
+        other 192 are the position itself.
+        """
+        if not all(0 <= field < _WORD for field in position):
+            raise ValueError(f"position: fields must be in [0, 2**32), got {position}")
+        counter = [
+            0,
+            position.block | position.parameter * _WORD,
+            position.sample | position.rank * _WORD,
+            position.step | position.role * _WORD,
+        ]
+        return np.random.Generator(np.random.Philox(key=list(self.key), counter=counter))
+
+    def normal(
+        self,
+        shape: tuple[int, ...],
+        position: Position,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """Draw independent standard normal numbers.
+
+        Args:
+            shape: Shape of the result.
+            position: Where in the stream they lie.
+            device: On a CPU the numbers are numpy's Philox stream; elsewhere those of a
+                ``torch.Generator`` of that device, seeded with 64 bits of a hash of key and
+                position. The two differ.
+            dtype: float64 for float64 models (tests), float32 otherwise.
+
+        Returns:
+            A tensor of the given shape.
+        """
+        if device.type in ("cpu", "meta"):
+            numpy_dtype = np.float64 if dtype == torch.float64 else np.float32
+            drawn = self.generator(position).standard_normal(shape, dtype=numpy_dtype)
+            return torch.from_numpy(drawn).to(device=device, dtype=dtype)
+        generator = torch.Generator(device=device)
+        generator.manual_seed(self._hash(position))
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def _hash(self, position: Position) -> int:
+        packed = struct.pack("<2Q6Q", *self.key, *position)
+        # 63 bits: manual_seed takes a signed integer.
+        return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class RandomStreams:
+    """The streams of noise, sketches and sampling of one run.
+
+    Whoever knows the sketch stream gets the guarantee of a shared sketch at best; whoever knows
+    the noise stream gets none. The three keys are therefore independent.
+    """
+
+    noise: Stream
+    sketch: Stream
+    sampling: Stream
+    releasable: bool
+
+    @classmethod
+    def from_seed(cls, privacy_seed: int | None) -> Self:
+        """Make the streams.
+
+        Args:
+            privacy_seed: None takes 128 bits for each key from the operating system. An integer
+                repeats a run, and marks what comes of it as not releasable.
+
+        Raises:
+            TypeError: ``privacy_seed`` is neither None nor an int.
+            ValueError: ``privacy_seed`` is negative.
+        """
+        if privacy_seed is None:
+            words = [secrets.randbits(64) for _ in range(6)]
+            return cls(*_three_streams(words), releasable=True)
+        if isinstance(privacy_seed, bool) or not isinstance(privacy_seed, int):
+            raise TypeError(f"privacy_seed: must be None or an int, got {privacy_seed!r}")
+        if privacy_seed < 0:
+            raise ValueError(f"privacy_seed: must not be negative, got {privacy_seed}")
+        warnings.warn(
+            f"privacy_seed={privacy_seed} fixes noise, sketches and sampling: whoever knows it can "
+            "undo the privacy, so the result is not releasable. Use None for a release.",
+            stacklevel=3,
+        )
+        words = np.random.SeedSequence(privacy_seed).generate_state(6, np.uint64).tolist()
+        return cls(*_three_streams(words), releasable=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the keys. As sensitive as the data: keep them out of what is released."""
+        return {
+            "noise": list(self.noise.key),
+            "sketch": list(self.sketch.key),
+            "sampling": list(self.sampling.key),
+            "releasable": self.releasable,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Self:
+        """Restore the keys of a saved run."""
+        words = [word for name in ("noise", "sketch", "sampling") for word in state[name]]
+        return cls(*_three_streams(words), releasable=bool(state["releasable"]))
+
+
+def _three_streams(words: Sequence[int]) -> tuple[Stream, Stream, Stream]:
+    first, second, third = (Stream((words[2 * i], words[2 * i + 1])) for i in range(3))
+    return first, second, third
+
+
+def add_gaussian_noise_(
+    total: torch.Tensor, *, standard_deviation: float, stream: Stream, step: int, parameter: int
+) -> torch.Tensor:
+    """Add the noise of one parameter and step, in place.
+
+    Args:
+        total: Sum of clipped gradients, float32 or float64.
+        standard_deviation: noise_multiplier times max_grad_norm; 0 adds nothing.
+        stream: The noise stream.
+        step: Index of the optimizer step.
+        parameter: Index of the parameter.
+
+    Returns:
+        ``total``.
+    """
+    if standard_deviation == 0:
+        return total
+    position = Position(step=step, parameter=parameter)
+    noise = stream.normal(tuple(total.shape), position, device=total.device, dtype=total.dtype)
+    return total.add_(noise, alpha=standard_deviation)

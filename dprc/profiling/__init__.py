@@ -1,0 +1,1 @@
+"""What an estimator costs, without running it on a device."""

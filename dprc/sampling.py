@@ -1,0 +1,132 @@
+"""Poisson sampling: logical batches of random size, cut into physical ones that fit in memory."""
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dprc.noise import Position, Stream
+
+
+class MapDataset(Protocol):
+    """A dataset that is read by index; one item is one privacy unit."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def poisson_indices(
+    stream: Stream, *, size: int, sample_rate: float, step: int, rank: int = 0
+) -> npt.NDArray[np.int64]:
+    """Draw the logical batch of one step.
+
+    Args:
+        stream: The sampling stream.
+        size: Number of items to choose from.
+        sample_rate: Probability q with which each is chosen, independently of all others.
+        step: Index of the step.
+        rank: Which process's share is sampled.
+
+    Returns:
+        Sorted indices; possibly none.
+
+    Guarantee: each item is in with probability at most ``sample_rate``, to 2**-53.
+    """
+    uniform = stream.generator(Position(step=step, rank=rank)).random(size)
+    return np.flatnonzero(uniform < sample_rate)
+
+
+class LogicalBatch(Sized):
+    """The samples of one optimizer step; iterating gives physical batches.
+
+    An empty one gives none, and the step is still to be taken: its noise hides that it was empty.
+
+    Attributes:
+        step: Index of the optimizer step.
+        indices: Indices of the samples in the dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        indices: Sequence[int],
+        *,
+        step: int,
+        max_physical_batch: int,
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        self.step, self.indices = step, list(indices)
+        self._dataset, self._max, self._collate_fn = dataset, max_physical_batch, collate_fn
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield collated batches of at most ``max_physical_batch`` samples."""
+        for start in range(0, len(self.indices), self._max):
+            chosen = self.indices[start : start + self._max]
+            yield self._collate_fn([self._dataset[index] for index in chosen])
+
+
+class PoissonLoader(Sized):
+    """Logical batches for a number of steps; made by ``PrivacyEngine.poisson_loader``.
+
+    Args:
+        dataset: Read by index; one item is one privacy unit.
+        stream: The sampling stream.
+        sample_rate: Inclusion probability q.
+        first_step: Index of the first step.
+        steps: Number of steps.
+        max_physical_batch: Most samples that go through the model at once.
+        collate_fn: Makes a batch of a list of items.
+
+    Raises:
+        TypeError: A count is not an int, or the dataset cannot be indexed.
+        ValueError: A count is below 1.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        stream: Stream,
+        *,
+        sample_rate: float,
+        first_step: int,
+        steps: int,
+        max_physical_batch: int,
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        for name, count in (("steps", steps), ("max_physical_batch", max_physical_batch)):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"{name}: must be an int, got {count!r}")
+            if count < 1:
+                raise ValueError(f"{name}: must be at least 1, got {count}")
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"dataset: Poisson sampling needs __len__ and __getitem__, got "
+                f"{type(dataset).__name__}; an iterable dataset cannot be sampled"
+            )
+        self._dataset, self._stream, self._sample_rate = dataset, stream, sample_rate
+        self._first_step, self._steps = first_step, steps
+        self._max, self._collate_fn = max_physical_batch, collate_fn
+
+    def __len__(self) -> int:
+        """Return the number of logical batches, which is the number of optimizer steps."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        """Yield the logical batches."""
+        for step in range(self._first_step, self._first_step + self._steps):
+            indices = poisson_indices(
+                self._stream, size=len(self._dataset), sample_rate=self._sample_rate, step=step
+            )
+            yield LogicalBatch(
+                self._dataset,
+                indices.tolist(),
+                step=step,
+                max_physical_batch=self._max,
+                collate_fn=self._collate_fn,
+            )

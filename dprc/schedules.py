@@ -1,0 +1,115 @@
+"""What the engine does with contributions during a backward pass: take norms, or form totals."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from dprc.capture import Contribution, MatrixUse, VectorUse
+from dprc.errors import PrivacyError
+from dprc.estimators import Accumulation, Estimator, full_precision
+from dprc.sketch import SketchSource
+
+
+class Pass(Protocol):
+    """A backward pass in progress."""
+
+    def take(self, parameter: int, contribution: Contribution) -> None:
+        """Take one use of one parameter."""
+
+
+class NormPass:
+    """Adds up the squared norm of each sample's gradient over all parameters.
+
+    Args:
+        shapes: Shape of each parameter.
+        estimators: Estimator of each parameter; None where the gradient of a vector is taken
+            exactly.
+        source: Of the sketches; the parameter's index is filled in.
+        batch: Number of samples, B.
+        keep: Whether contributions are kept for ``add_totals_`` (book-keeping).
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        estimators: Sequence[Estimator | None],
+        source: SketchSource,
+        batch: int,
+        *,
+        keep: bool,
+    ) -> None:
+        self._shapes, self._estimators, self._source = shapes, estimators, source
+        self._batch, self._keep = batch, keep
+        self._matrices: dict[int, Accumulation] = {}
+        self._vectors: dict[int, torch.Tensor] = {}  # parameter -> (B, *shape)
+        self._kept: list[tuple[int, Contribution]] = []
+
+    def take(self, parameter: int, contribution: Contribution) -> None:
+        """Add one use to the parameter's norm."""
+        if isinstance(contribution, MatrixUse):
+            self._matrix(parameter).add_use(contribution.use)
+        elif isinstance(contribution, VectorUse):
+            # Summed before it is squared: a bias used twice has one gradient.
+            grads = contribution.per_sample()
+            if parameter in self._vectors:
+                grads = self._vectors[parameter] + grads
+            self._vectors[parameter] = grads
+        if self._keep:
+            self._kept.append((parameter, contribution))
+
+    def _matrix(self, parameter: int) -> Accumulation:
+        if parameter not in self._matrices:
+            estimator = self._estimators[parameter]
+            if estimator is None:
+                raise PrivacyError(f"parameter {parameter}: used as a matrix, planned as a vector")
+            rows, columns = self._shapes[parameter]
+            self._matrices[parameter] = estimator.begin(
+                rows, columns, batch=self._batch, source=self._source.of_parameter(parameter)
+            )
+        return self._matrices[parameter]
+
+    def per_parameter(self) -> dict[int, torch.Tensor]:
+        """Return the squared norms of each used parameter: index -> (B,)."""
+        norms = {index: matrix.finish() for index, matrix in self._matrices.items()}
+        for index, grads in self._vectors.items():
+            norms[index] = grads.flatten(1).square().sum(1)
+        return norms
+
+    def add_totals_(
+        self, totals: Sequence[torch.Tensor], factors: torch.Tensor, excluded: torch.Tensor
+    ) -> None:
+        """Add the weighted sum of the kept contributions to the totals.
+
+        Args:
+            totals: One buffer for each parameter.
+            factors: (B,) clip factors.
+            excluded: (B,) samples that contribute exactly zero.
+        """
+        masks = bool(excluded.any())
+        with torch.no_grad():
+            while self._kept:  # freed one by one: the kept factors are the peak of book-keeping
+                parameter, contribution = self._kept.pop()
+                with full_precision(totals[parameter].device):
+                    if masks:
+                        contribution = contribution.masked(excluded)
+                    contribution.weighted(factors).add_total_(totals[parameter])
+
+
+class TotalPass:
+    """Forms the sum over samples; the losses carry the clip factors already.
+
+    Args:
+        totals: One buffer for each parameter.
+        excluded: (B,) samples that contribute exactly zero.
+    """
+
+    def __init__(self, totals: Sequence[torch.Tensor], excluded: torch.Tensor) -> None:
+        self._totals = totals
+        self._excluded = excluded if bool(excluded.any()) else None
+
+    def take(self, parameter: int, contribution: Contribution) -> None:
+        """Add one use to the parameter's total."""
+        if self._excluded is not None:
+            contribution = contribution.masked(self._excluded)
+        contribution.add_total_(self._totals[parameter])

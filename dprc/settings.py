@@ -1,0 +1,137 @@
+"""Typed settings of one training run: read from YAML or JSON, unknown keys refused by name."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TaskSettings(_Strict):
+    """Which text is learned."""
+
+    name: str
+    data: str  # folder written by `dprc prepare-data`
+    max_tokens: int = Field(ge=1)
+
+
+class ModelSettings(_Strict):
+    """Which model learns it."""
+
+    path: str  # folder written by `dprc prepare-model`
+    mode: Literal["full"] = "full"
+
+
+class MethodSettings(_Strict):
+    """How per-sample gradients are clipped; the names are those of ``PrivacyEngine``."""
+
+    estimator: str
+    num_probes: int | None = Field(default=None, ge=1)
+    sketch: Literal["per_sample", "shared"] | None = None
+    head_rank: int | None = Field(default=None, ge=1)
+    analysis: Literal["tight", "envelope"] = "tight"
+    schedule: Literal["two_pass", "book_keeping"] = "two_pass"
+
+    def accounting(self) -> dict[str, Any]:
+        """Return the arguments that calibration and engine share."""
+        chosen = {
+            "estimator": self.estimator,
+            "num_probes": self.num_probes,
+            "sketch": self.sketch,
+            "head_rank": self.head_rank,
+            "analysis": self.analysis,
+        }
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+class PrivacySettings(_Strict):
+    """The target; ``noise_multiplier`` is calibrated when left out, and checked when given."""
+
+    epsilon: float = Field(gt=0)
+    delta: float = Field(gt=0, lt=1)
+    noise_multiplier: float | None = Field(default=None, gt=0)
+    max_grad_norm: float = Field(gt=0, allow_inf_nan=False)
+
+
+class TrainingSettings(_Strict):
+    """Sampling and optimization."""
+
+    sample_rate: float = Field(gt=0, le=1)
+    steps: int = Field(ge=1)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear"] = "constant"
+    max_physical_batch: int = Field(default=64, ge=1)
+
+
+class RunSettings(_Strict):
+    """One run. ``method`` and ``privacy`` are both given, or both null for a non-private run."""
+
+    task: TaskSettings
+    model: ModelSettings
+    method: MethodSettings | None
+    privacy: PrivacySettings | None
+    training: TrainingSettings
+    seed: int = Field(ge=0)
+    privacy_seed: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> "RunSettings":
+        if (self.method is None) != (self.privacy is None):
+            raise ValueError("method and privacy must both be given, or both be null")
+        return self
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML reads 1e-5 as text (YAML 1.1 wants 1.0e-5); JSON and people mean a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse_settings(text: str, *, origin: str) -> RunSettings:
+    """Parse the settings of a run.
+
+    Args:
+        text: YAML, of which JSON is a part.
+        origin: Where the text came from, for the message.
+
+    Raises:
+        ValueError: Not YAML, or a key that is unknown, missing or ill-typed: one line names each.
+    """
+    try:
+        raw = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{origin}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{origin}: must hold a mapping of settings")
+    try:
+        return RunSettings.model_validate(raw)
+    except ValidationError as error:
+        problems = "; ".join(_problem(item) for item in error.errors())
+        raise ValueError(f"{origin}: {problems}") from None
+
+
+def _problem(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"]) or "settings"
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key!r}"
+    if item["type"] == "missing":
+        return f"missing key {key!r}"
+    return f"{key}: {item['msg'].lower()}, got {item['input']!r}"
+
+
+def read_settings(path: str, stdin: Any) -> RunSettings:
+    """Read settings from a file, or from ``stdin`` when the path is ``-``."""
+    if path == "-":
+        return parse_settings(stdin.read(), origin="standard input")
+    return parse_settings(Path(path).read_text(encoding="utf-8"), origin=path)
