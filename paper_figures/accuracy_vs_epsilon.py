@@ -1,6 +1,7 @@
 """Figure: test score against the privacy budget, with the paper's values as hollow markers."""
 
 import argparse
+from typing import Any
 
 import matplotlib
 
@@ -11,14 +12,20 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from paper_figures.accuracy_table import summarize_runs
 from paper_figures.files import load_runs, make_parser, run_command, save_figure
 from paper_figures.paper_values import load_paper_values, utility_setting
 from paper_figures.style import METHODS, MODES, TASKS
 
-# Markers of methods at the same epsilon stand side by side on the logarithmic axis.
-_SPREAD = 1.07
+# Markers at the same epsilon stand side by side on the logarithmic axis: a step for each method,
+# ours first and the paper's half a step behind it.
+_STEP = 1.09
+_LINES = {
+    True: {"linestyle": "--", "linewidth": 1.2},
+    False: {"linestyle": ":", "linewidth": 1.4},
+}
 
 
 def plot_accuracy(runs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
@@ -36,7 +43,7 @@ def plot_accuracy(runs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     summary = summarize_runs(runs)
     panels = list(summary[["task", "mode"]].drop_duplicates().itertuples(index=False))
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.6 * len(panels) + 0.8, 4.0), squeeze=False, layout="constrained"
+        1, len(panels), figsize=(4.4 * len(panels) + 1.0, 4.6), squeeze=False, layout="constrained"
     )
     published = _published_scores(paper)
     for axis, (task, mode) in zip(axes[0], panels, strict=True):
@@ -50,7 +57,8 @@ def plot_accuracy(runs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
             xlabel="privacy budget ε",
             ylabel=f"test {TASKS[task].metric_label}",
         )
-    _draw_legend(figure, axes[0])
+    shown = published[published["task"].isin({TASKS[task].paper_task for task, _ in panels})]
+    _draw_legend(figure, set(summary["method"]), set(shown["method"]))
     return figure
 
 
@@ -65,63 +73,63 @@ def _published_scores(paper: pd.DataFrame) -> pd.DataFrame:
 
 def _draw_panel(axis: Axes, own: pd.DataFrame, theirs: pd.DataFrame) -> None:
     """Draw our means, then the paper's values."""
-    _draw_scores(axis, own, label="{}", filled=True)
-    _draw_scores(axis, theirs, label="{}: value of the paper", filled=False)
-    epsilons = sorted(set(own["epsilon"]) | set(theirs["epsilon"]))
-    ticks = [epsilon for epsilon in epsilons if epsilon != float("inf")]
+    _draw_scores(axis, own, filled=True)
+    _draw_scores(axis, theirs, filled=False)
+    epsilons = sorted({*own["epsilon"], *theirs["epsilon"]} - {float("inf")})
     axis.set_xscale("log")
-    axis.set_xticks(ticks, [f"{epsilon:g}" for epsilon in ticks])
+    axis.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
     axis.minorticks_off()
-    if ticks:
-        axis.set_xlim(min(ticks) / 1.5, max(ticks) * 1.5)
+    if epsilons:
+        axis.set_xlim(min(epsilons) / 1.5, max(epsilons) * 1.5)
 
 
-def _draw_scores(axis: Axes, scores: pd.DataFrame, *, label: str, filled: bool) -> None:
+def _draw_scores(axis: Axes, scores: pd.DataFrame, *, filled: bool) -> None:
     """Draw each method at its own side of the epsilon, and training without privacy as a line."""
     for place, (method, style) in enumerate(METHODS.items()):
         rows = scores[scores["method"] == method].sort_values("epsilon")
         if rows.empty:
             continue
-        name = label.format(style.label)
         if method == "nonprivate":
-            axis.axhline(
-                rows["mean"].iloc[0],
-                color=style.color,
-                linestyle="--" if filled else ":",
-                linewidth=1.2,
-                label=name,
-            )
+            axis.axhline(rows["mean"].iloc[0], color=style.color, **_LINES[filled])
             continue
         axis.errorbar(
-            rows["epsilon"] * _SPREAD ** (place - 2),
+            rows["epsilon"] * _STEP ** (place - 2.25 + (0.0 if filled else 0.5)),
             rows["mean"],
             yerr=rows["std"].fillna(0.0),
             color=style.color,
-            marker=style.marker,
-            markersize=6,
-            markerfacecolor=style.color if filled else "none",
             linestyle="-" if filled else "none",
             linewidth=1.4,
             elinewidth=1.0,
-            capsize=3,
-            label=name,
+            capsize=2.5,
+            **_marker(method, filled=filled),
         )
 
 
-def _draw_legend(figure: Figure, axes: list[Axes]) -> None:
-    """Put one legend under all panels."""
-    entries = {
-        label: handle
-        for axis in axes
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
+def _marker(method: str, *, filled: bool) -> dict[str, Any]:
+    """Give the marker of a method: filled for ours, hollow for the paper's."""
+    style = METHODS[method]
+    face = style.color if filled else "white"
+    return {"marker": style.marker, "markersize": 6, "markerfacecolor": face}
+
+
+def _draw_legend(figure: Figure, own: set[str], theirs: set[str]) -> None:
+    """Put one legend under all panels: each method once, then what hollow and dotted mean."""
+    entries = []
+    for method, style in METHODS.items():
+        if method == "nonprivate":
+            entries.append(Line2D([], [], color=style.color, label=style.label, **_LINES[True]))
+        elif method in own | theirs:
+            line = "-" if method in own else "none"
+            marker = _marker(method, filled=method in own)
+            entries.append(
+                Line2D([], [], color=style.color, linestyle=line, label=style.label, **marker)
+            )
+    if theirs:
+        label = "hollow and dotted: the paper (Llama-3.2-1B, 4096 tokens)"
+        hollow = {"marker": "o", "markersize": 6, "markerfacecolor": "white"}
+        entries.append(Line2D([], [], color="#555555", label=label, **_LINES[False], **hollow))
     figure.legend(
-        entries.values(),
-        entries.keys(),
-        loc="outside lower center",
-        ncols=1 if len(axes) == 1 else 2,
-        frameon=False,
-        fontsize="small",
+        handles=entries, loc="outside lower center", ncols=1, frameon=False, fontsize="small"
     )
 
 

@@ -17,10 +17,10 @@ class MethodStyle(NamedTuple):
 METHODS = {
     "nonprivate": MethodStyle("no privacy", "#000000", ""),
     "exact": MethodStyle("exact clipping", "#0072B2", "o"),
-    "hutchinson_paper": MethodStyle("Hutchinson, shared sketch, envelope (paper)", "#D55E00", "s"),
-    "hutchinson": MethodStyle("Hutchinson, per-sample sketch, tight (ours)", "#009E73", "^"),
-    "hutchpp_paper": MethodStyle("Hutch++, shared sketch, envelope (paper)", "#CC79A7", "D"),
-    "hutchpp": MethodStyle("Hutch++, per-sample sketch, tight (ours)", "#E69F00", "v"),
+    "hutchinson_paper": MethodStyle("Hutchinson, shared sketch, envelope analysis", "#D55E00", "s"),
+    "hutchinson": MethodStyle("Hutchinson, per-sample sketch, tight analysis", "#009E73", "^"),
+    "hutchpp_paper": MethodStyle("Hutch++, shared sketch, envelope analysis", "#CC79A7", "D"),
+    "hutchpp": MethodStyle("Hutch++, per-sample sketch, tight analysis", "#E69F00", "v"),
 }
 ESTIMATORS = ("exact", "tiled", "ghost", "hutchinson", "hutchpp")
 

@@ -1,6 +1,7 @@
 """Helpers of the rules: names of files, options of commands, settings of a training run."""
 
 import json
+import os
 from itertools import product
 
 from workflows.code_hash import code_hash
@@ -21,6 +22,12 @@ wildcard_constraints:
 
 CALIBRATION = "results/calibration/{target}/{method}/eps{epsilon}.json"
 METRICS = "results/train/{task}/{mode}/{method}/eps{epsilon}/seed{seed}/metrics.json"
+TABLES_AND_FIGURES = [
+    *multiext("results/figures/accuracy_vs_epsilon", ".png", ".pdf"),
+    *multiext("results/tables/accuracy", ".csv", ".md"),
+    *multiext("results/tables/flops", ".csv", ".md"),
+    *multiext("results/paper_comparison", ".csv", ".md"),
+]
 
 
 def is_private(method):
@@ -65,6 +72,35 @@ def separate_calibrations():
     ]
 
 
+def all_results():
+    """List every result file that tables and figures are made from, and the data and models."""
+    return [
+        "results/summary/metrics.csv",
+        "results/flops/layers.json",
+        *separate_calibrations(),
+        *task_calibrations(),
+        *training_results(),
+        *(f"results/data/{task}/dataset.json" for task in config["tasks"]),
+        *(
+            f"results/models/{task['model']}/model.json"
+            for task in config["tasks"].values()
+        ),
+    ]
+
+
+def missing_files(wildcards):
+    """List the files of this workflow that are not there.
+
+    Behind a target that exists Snakemake looks for no missing file. As a parameter of the last rule,
+    which changes when a file is deleted, the list makes it look.
+    """
+    return [
+        path
+        for path in [*TABLES_AND_FIGURES, *all_results()]
+        if not os.path.exists(path)
+    ]
+
+
 def command_options(settings):
     """Write a mapping as options of a command: hidden_size: 128 becomes --hidden-size 128."""
     return " ".join(
@@ -105,16 +141,17 @@ def run_calibration(wildcards):
     return CALIBRATION.format(target=wildcards.task, **wildcards)
 
 
-def training_settings(wildcards, input):
+def training_settings(wildcards):
     """Write the settings of one training run as JSON, the calibrated noise among them.
 
     The noise multiplier is part of the parameters, so a run is repeated when the noise changed and
-    not whenever the calibration ran again.
+    not whenever the calibration ran again. Snakemake compares only parameters whose function does
+    not take the rule's input, so the calibration is found from the wildcards.
     """
     task = config["tasks"][wildcards.task]
     privacy = None
     if is_private(wildcards.method):
-        with open(input.calibration, encoding="utf-8") as handle:
+        with open(run_calibration(wildcards), encoding="utf-8") as handle:
             calibrated = json.load(handle)["privacy"]
         privacy = {key: calibrated[key] for key in ("epsilon", "delta")}
         privacy["noise_multiplier"] = calibrated["noise_multiplier"]
