@@ -2,54 +2,16 @@
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import asdict
 from typing import Any
 
-from dprc.accounting import validate
+from dprc.accounting import prv, validate
+from dprc.accounting.compose import DEFAULT_TOLERANCE, Composition, Part
+from dprc.accounting.events import StepEvent
 from dprc.accounting.scale import ScaleLaw
-
-
-@dataclass(frozen=True)
-class StepEvent:
-    """One optimizer step as the adversary may know it: the public settings of the mechanism.
-
-    Attributes:
-        noise_multiplier: Noise standard deviation on the sum, in units of the clipping threshold.
-        sample_rate: Poisson inclusion probability.
-        law: The law of the ratio of squared norms.
-        sketch: ``"shared"`` or ``"per_sample"``; ``"none"`` for the exact law.
-        analysis: ``"tight"`` or ``"envelope"``; always ``"tight"`` for the exact law.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-    law: ScaleLaw
-    sketch: str
-    analysis: str
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        noise_multiplier: float,
-        sample_rate: float,
-        law: ScaleLaw,
-        sketch: str,
-        analysis: str,
-    ) -> "StepEvent":
-        """Check the settings and drop those that an exact law ignores.
-
-        Raises:
-            ValueError: A setting is out of range, or envelope is asked for per-sample sketches.
-            PrivacyError: The law has fewer than 4 probes.
-        """
-        noise = validate.noise_multiplier(noise_multiplier, allow_zero=True)
-        rate = validate.sample_rate(sample_rate)
-        validate.sketch_and_analysis(sketch, analysis, law)
-        law.require_private()
-        if law.is_exact:
-            sketch, analysis = "none", "tight"
-        return cls(noise, rate, law, sketch, analysis)
+from dprc.accounting.step import step_curves
+from dprc.errors import PrivacyError
 
 
 class Accountant:
@@ -70,6 +32,7 @@ class Accountant:
 
     def __init__(self) -> None:
         self._counts: Counter[StepEvent] = Counter()
+        self._answers: dict[Hashable, Any] = {}
 
     @property
     def steps(self) -> int:
@@ -86,7 +49,20 @@ class Accountant:
         analysis: str,
         count: int = 1,
     ) -> None:
-        """Record ``count`` optimizer steps with these settings."""
+        """Record ``count`` optimizer steps with these settings.
+
+        Args:
+            noise_multiplier: At least 0; a step with 0 is recorded, and makes ε infinite.
+            sample_rate: Poisson inclusion probability in (0, 1].
+            law: The law of the model's norm estimate.
+            sketch: ``"shared"`` or ``"per_sample"``; ignored for the exact law.
+            analysis: ``"tight"`` or ``"envelope"``; ignored for the exact law.
+            count: Number of steps.
+
+        Raises:
+            ValueError: A setting is out of range or does not fit another.
+            PrivacyError: The law has fewer than 4 probes.
+        """
         event = StepEvent.create(
             noise_multiplier=noise_multiplier,
             sample_rate=sample_rate,
@@ -95,22 +71,133 @@ class Accountant:
             analysis=analysis,
         )
         self._counts[event] += validate.positive_int("count", count)
+        self._answers.clear()
 
-    def epsilon(self, delta: float) -> float:
-        """The upper bound on ε at this δ for all steps recorded; inf after a step without noise."""
-        raise NotImplementedError
+    def epsilon(self, delta: float, *, tolerance: float = DEFAULT_TOLERANCE) -> float:
+        """The upper bound on ε at this δ for all steps recorded.
+
+        Args:
+            delta: In (0, 1).
+            tolerance: Relative excess that the lattice may cause.
+
+        Returns:
+            ε ≥ 0; 0 before the first step, inf after a step without noise.
+
+        Raises:
+            ValueError: delta is out of range.
+            PrivacyError: delta is so small that floating-point error could decide it.
+
+        Guarantee:
+            All steps together are (ε, delta)-differentially private under adding or removing one
+            sample, in floating-point arithmetic too (docs/theory.md, Theorem 9).
+        """
+        delta = validate.delta(delta)
+        answer: float = self._answer(
+            ("epsilon", delta, tolerance),
+            lambda: max(c.epsilon(delta) for c in self._compositions(tolerance)),
+            nothing=0.0,
+            everything=math.inf,
+        )
+        return answer
 
     def delta(self, epsilon: float) -> float:
-        """The upper bound on δ at this ε."""
-        raise NotImplementedError
+        """The upper bound on δ at this ε ≥ 0 for all steps recorded.
+
+        Raises:
+            ValueError: epsilon is negative or not finite.
+
+        Guarantee:
+            As for ``epsilon``.
+        """
+        epsilon = validate.real("epsilon", epsilon)
+        if epsilon < 0:
+            raise ValueError(f"epsilon must be at least 0, got {epsilon!r}")
+        answer: float = self._answer(
+            ("delta", epsilon),
+            lambda: max(c.delta(epsilon) for c in self._compositions(DEFAULT_TOLERANCE)),
+            nothing=0.0,
+            everything=1.0,
+        )
+        return answer
 
     def epsilon_bounds(self, delta: float) -> tuple[float, float]:
-        """Lower and upper bound on ε at this δ."""
-        raise NotImplementedError
+        """Lower and upper bound on ε at this δ.
+
+        The lower one belongs to a gradient that exists, of rank one; no analysis of this mechanism
+        can claim less.
+
+        Raises:
+            As for ``epsilon``.
+        """
+        upper = self.epsilon(delta)
+        lower = self._answer(
+            ("lower", delta),
+            lambda: prv.epsilon_interval(self._counts, delta).lower,
+            nothing=0.0,
+            everything=math.inf,
+        )
+        return min(lower, upper), upper
 
     def privacy_loss_distribution(self) -> Any:
-        """The composed privacy loss distribution, as an object of dp_accounting."""
-        raise NotImplementedError
+        """The composed privacy loss distribution as dp_accounting's object, to compose further.
+
+        Returns:
+            ``dp_accounting.pld.privacy_loss_distribution.PrivacyLossDistribution``, pessimistic.
+
+        Raises:
+            PrivacyError: Nothing was recorded, or a step had no noise.
+
+        Guarantee:
+            Its δ(ε) is an upper bound. Composing it further in dp_accounting adds that library's
+            own floating-point error, which it does not bound.
+        """
+        if not self._counts or self._noiseless:
+            raise PrivacyError(
+                "a privacy loss distribution needs at least one step, each with a noise_multiplier "
+                f"above 0; recorded: {self.steps} steps"
+            )
+        return self._answer(("pld",), self._export)
+
+    @property
+    def _noiseless(self) -> bool:
+        return any(event.noise_multiplier == 0 for event in self._counts)
+
+    def _answer(
+        self,
+        question: Hashable,
+        compute_fn: Callable[[], Any],
+        *,
+        nothing: Any = None,
+        everything: Any = None,
+    ) -> Any:
+        """Compute once per recorded history."""
+        if not self._counts:
+            return nothing
+        if self._noiseless:
+            return everything
+        if question not in self._answers:
+            self._answers[question] = compute_fn()
+        return self._answers[question]
+
+    def _compositions(self, tolerance: float) -> tuple[Composition, Composition]:
+        """Both directions of the neighbouring relation: remove and add."""
+        coarseness = max(1.0, min(4.0, tolerance / DEFAULT_TOLERANCE))
+        curves = [(step_curves(event, coarseness), n) for event, n in self._counts.items()]
+        return (
+            Composition([Part(c.remove, c.add, n) for c, n in curves], tolerance),
+            Composition([Part(c.add, c.remove, n) for c, n in curves], tolerance),
+        )
+
+    def _export(self) -> Any:
+        from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+
+        remove, add = self._compositions(DEFAULT_TOLERANCE)
+        interval = min(remove.export_interval(), add.export_interval())
+        pmfs = []
+        for composition in (remove, add):
+            start, masses, infinite = composition.masses(interval)
+            pmfs.append(pld_pmf.DensePLDPmf(interval, start, masses, infinite, True))
+        return privacy_loss_distribution.PrivacyLossDistribution(*pmfs)
 
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, as plain values that JSON can hold."""
@@ -133,3 +220,4 @@ class Accountant:
             count = validate.positive_int("count", settings.pop("count"))
             counts[StepEvent(**settings)] += count
         self._counts = counts
+        self._answers.clear()

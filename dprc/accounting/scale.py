@@ -29,8 +29,11 @@ FEW_PROBES = 16
 # chi^2_k/k shrinks in convex order as k grows, so a smaller k is a safe stand-in for a larger one.
 _MAX_RESOLVED_PROBES = 100_000
 
-# Nodes are placed at normal quantiles: the mass below the first is 6e-39, above the last 6e-16.
-_NODE_QUANTILES = np.arange(-13.0, 8.01, 0.2)
+# Nodes are placed at normal quantiles, dense where the mass that decides ε lies: the mass below the
+# first is 6e-39, above the last 6e-16.
+_NODE_QUANTILES = np.concatenate(
+    [np.arange(-13.0, -9.0, 0.5), np.arange(-90, 50) * 0.1, np.arange(5.0, 8.01, 0.5)]
+)
 # Relative error of scipy's incomplete gamma functions, with a margin of ten.
 _GAMMA_ERROR = 1e-13
 
@@ -202,15 +205,12 @@ def ratio_nodes(law: ScaleLaw) -> RatioNodes:
         return RatioNodes(one, one, one, 0.0)
     k = min(law.num_probes, _MAX_RESOLVED_PROBES)
     nodes = _chi2_quantiles(k)
-    low, high = _split_bins(nodes, _chi2_bins(nodes, k), _chi2_bins(nodes, k + 2, shift=k))
+    low, high, slack = split_chi2_bins(nodes, k)
     masses = np.zeros_like(nodes)
     masses[:-1] += low
     masses[1:] += high
     # Mass above the last node goes down to it: φ is non-increasing.
     masses[-1] += special.gammaincc(k / 2, nodes[-1] * k / 2)
-    # Splitting divides by the bin's relative width, which amplifies the error of the CDF.
-    relative_width = np.min(np.diff(nodes) / nodes[1:])
-    slack = _GAMMA_ERROR * (1.0 + 2.0 / relative_width)
     return RatioNodes(
         nodes,
         masses * (1.0 + slack),
@@ -225,7 +225,8 @@ def _chi2_quantiles(k: int) -> Array:
     above = _NODE_QUANTILES[_NODE_QUANTILES >= 0]
     lower = special.gammaincinv(k / 2, special.ndtr(below))
     upper = special.gammainccinv(k / 2, special.ndtr(-above))
-    return np.concatenate([lower, upper]) * 2.0 / k
+    ratios: Array = np.concatenate([lower, upper]) * 2.0 / k
+    return ratios
 
 
 def _chi2_bins(nodes: Array, k: int, shift: int | None = None) -> Array:
@@ -239,8 +240,15 @@ def _chi2_bins(nodes: Array, k: int, shift: int | None = None) -> Array:
     return np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
 
 
-def _split_bins(nodes: Array, mass: Array, moment: Array) -> tuple[Array, Array]:
-    """Mass for each bin's lower and upper end, with the bin's mass and mean."""
-    width = np.diff(nodes)
-    high = np.clip((moment - nodes[:-1] * mass) / width, 0.0, mass)
-    return mass - high, high
+def split_chi2_bins(nodes: Array, k: int) -> tuple[Array, Array, float]:
+    """Mass of χ²_k/k for each bin's lower and upper end, with the bin's mass and mean.
+
+    Returns:
+        low and high, shape (nodes-1,), and a bound on their relative error.
+    """
+    mass = _chi2_bins(nodes, k)
+    moment = _chi2_bins(nodes, k + 2, shift=k)
+    high = np.clip((moment - nodes[:-1] * mass) / np.diff(nodes), 0.0, mass)
+    # The division by a bin's relative width amplifies the error of the CDF.
+    slack = _GAMMA_ERROR * float(1.0 + 2.0 * np.max(nodes[1:] / np.diff(nodes)))
+    return mass - high, high, slack

@@ -1,0 +1,290 @@
+"""The questions one asks of a training run: how much noise, which ε, which δ."""
+
+import math
+from typing import Any
+
+from dprc.accounting import validate
+from dprc.accounting.accountant import Accountant
+from dprc.accounting.scale import scale_law
+from dprc.errors import PrivacyError
+
+# Outside this range a calibration answers a question that nobody means.
+_MIN_NOISE, _MAX_NOISE = 1e-3, 1e7
+_ROUGH = 1e-3
+
+
+def epsilon(
+    *,
+    noise_multiplier: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    estimator: str = "hutchinson",
+    num_probes: int = 32,
+    sketch: str = "per_sample",
+    analysis: str = "tight",
+    head_rank: int | None = None,
+) -> float:
+    """The ε that so many equal steps cost, an upper bound.
+
+    Args:
+        noise_multiplier: Noise standard deviation on the sum of clipped gradients, in units of the
+            clipping threshold; at least 0.
+        delta: In (0, 1).
+        sample_rate: Poisson inclusion probability of a sample in a step, in (0, 1].
+        steps: Number of optimizer steps, an int.
+        estimator: ``"exact"``, ``"ghost"``, ``"tiled"``, ``"hutchinson"`` or ``"hutchpp"``.
+        num_probes: Gaussian probes (of the tail for hutchpp); at least 4.
+        sketch: ``"per_sample"`` (each sample its own sketch) or ``"shared"``.
+        analysis: ``"tight"``, or ``"envelope"`` (the paper's; shared sketches only).
+        head_rank: Rank of the head, hutchpp only.
+
+    Returns:
+        ε ≥ 0; inf without noise.
+
+    Raises:
+        ValueError: An argument is out of range or does not fit another.
+        PrivacyError: Fewer than 4 probes; delta below what floating-point error allows.
+
+    Guarantee:
+        The steps together are (ε, delta)-differentially private under adding or removing one
+        sample, for every gradient, in floating-point arithmetic too (docs/theory.md, Theorem 9).
+
+    Example:
+        >>> round(epsilon(noise_multiplier=1.0, delta=1e-5, sample_rate=0.01, steps=1000), 1)
+        2.0
+    """
+    accountant = _accountant(
+        noise_multiplier, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+    )
+    return accountant.epsilon(delta)
+
+
+def epsilon_bounds(
+    *,
+    noise_multiplier: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    estimator: str = "hutchinson",
+    num_probes: int = 32,
+    sketch: str = "per_sample",
+    analysis: str = "tight",
+    head_rank: int | None = None,
+) -> tuple[float, float]:
+    """Lower and upper bound on the ε of so many equal steps.
+
+    The lower bound belongs to a gradient of rank one, which exists: the true ε of the mechanism is
+    between the two. Arguments and errors as for ``epsilon``.
+
+    Example:
+        >>> lower, upper = epsilon_bounds(
+        ...     noise_multiplier=1.0, delta=1e-5, sample_rate=0.01, steps=1000
+        ... )
+        >>> lower <= upper
+        True
+    """
+    accountant = _accountant(
+        noise_multiplier, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+    )
+    return accountant.epsilon_bounds(delta)
+
+
+def delta(
+    *,
+    epsilon: float,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    estimator: str = "hutchinson",
+    num_probes: int = 32,
+    sketch: str = "per_sample",
+    analysis: str = "tight",
+    head_rank: int | None = None,
+) -> float:
+    """The δ of so many equal steps at this ε ≥ 0, an upper bound.
+
+    Arguments, guarantee and errors as for ``epsilon``.
+
+    Example:
+        >>> delta(epsilon=2.0, noise_multiplier=1.0, sample_rate=0.01, steps=1000) < 1.1e-5
+        True
+    """
+    accountant = _accountant(
+        noise_multiplier, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+    )
+    return accountant.delta(epsilon)
+
+
+def privacy_loss_distribution(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    estimator: str = "hutchinson",
+    num_probes: int = 32,
+    sketch: str = "per_sample",
+    analysis: str = "tight",
+    head_rank: int | None = None,
+) -> Any:
+    """The composed loss of so many equal steps, as dp_accounting's object.
+
+    Use it to compose the training with other mechanisms. Arguments and errors as for ``epsilon``;
+    see ``Accountant.privacy_loss_distribution`` for what is guaranteed.
+
+    Example:
+        >>> pld = privacy_loss_distribution(noise_multiplier=2.0, sample_rate=0.01, steps=10)
+        >>> pld.get_epsilon_for_delta(1e-5) < 1.0
+        True
+    """
+    accountant = _accountant(
+        noise_multiplier, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+    )
+    return accountant.privacy_loss_distribution()
+
+
+def noise_multiplier(
+    *,
+    epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    estimator: str = "hutchinson",
+    num_probes: int = 32,
+    sketch: str = "per_sample",
+    analysis: str = "tight",
+    head_rank: int | None = None,
+) -> float:
+    """The noise multiplier that reaches (ε, δ) in so many equal steps.
+
+    Args:
+        epsilon: The target, above 0.
+        delta: In (0, 1).
+        sample_rate: As for ``epsilon``, like the remaining arguments.
+        steps: Number of optimizer steps.
+        estimator: Norm estimator.
+        num_probes: Gaussian probes.
+        sketch: ``"per_sample"`` or ``"shared"``.
+        analysis: ``"tight"`` or ``"envelope"``.
+        head_rank: Rank of the head, hutchpp only.
+
+    Returns:
+        A noise multiplier σ for which the function ``epsilon`` returns at most the target, within
+        0.2 % of the smallest such σ.
+
+    Raises:
+        ValueError: An argument is out of range; or the target is met without noise, because a
+            sample takes part with a probability below delta.
+        PrivacyError: The target cannot be reached.
+
+    Example:
+        >>> round(noise_multiplier(epsilon=2.0, delta=1e-5, sample_rate=0.01, steps=1000), 2)
+        1.0
+    """
+    target, delta = validate.epsilon(epsilon), validate.delta(delta)
+
+    def spent(sigma: float, tolerance: float | None = None) -> float:
+        accountant = _accountant(
+            sigma, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+        )
+        if tolerance is None:
+            return accountant.epsilon(delta)
+        return accountant.epsilon(delta, tolerance=tolerance)
+
+    sigma, slope = _rough_root(spent, target, _first_guess(target, delta, sample_rate, steps))
+    # The rough answer is corrected with the exact function, from the side that needs more noise.
+    lowest_safe = math.inf
+    highest_unsafe = 0.0
+    for _ in range(30):
+        reached = spent(sigma)
+        if reached <= target:
+            lowest_safe = min(lowest_safe, sigma)
+        else:
+            highest_unsafe = max(highest_unsafe, sigma)
+        if lowest_safe <= highest_unsafe * 1.001 or target * (1 - 5e-4) <= reached <= target:
+            return lowest_safe if reached > target else sigma
+        ratio = (reached / target * (1 + 2e-4)) ** (1.0 / slope) if reached > 0 else 0.9
+        proposal = sigma * min(max(ratio, 0.9), 1.1)
+        if not highest_unsafe < proposal < lowest_safe:
+            proposal = math.sqrt(highest_unsafe * lowest_safe)
+        sigma = proposal
+    raise PrivacyError(f"no noise_multiplier found for epsilon={epsilon!r}, delta={delta!r}")
+
+
+def _first_guess(target: float, delta: float, sample_rate: float, steps: int) -> float:
+    """A Gaussian guess at the noise multiplier."""
+    scale = math.sqrt(2 * math.log(1.25 / delta))
+    guess = sample_rate * math.sqrt(steps) * scale / target
+    return min(max(guess, 0.4 if target < 50 else 0.05), 1e5)
+
+
+def _rough_root(spent: Any, target: float, guess: float) -> tuple[float, float]:
+    """A root of the roughly computed ε(σ) = target, and the slope of log ε in log σ there."""
+    low = high = math.log(guess)
+    value = _log_ratio(spent(guess, _ROUGH), target)
+    low_value = high_value = value
+    step = 0.3
+    while low_value < 0:
+        high, high_value = low, low_value
+        low -= step
+        step *= 1.6
+        if low < math.log(_MIN_NOISE):
+            raise ValueError(
+                f"epsilon={target!r} is met even with noise_multiplier={_MIN_NOISE}: at this delta "
+                "and sample_rate no calibration is needed; choose a smaller epsilon or delta"
+            )
+        low_value = _log_ratio(spent(math.exp(low), _ROUGH), target)
+    while high_value > 0:
+        low, low_value = high, high_value
+        high += step
+        step *= 1.6
+        if high > math.log(_MAX_NOISE):
+            raise PrivacyError(
+                f"epsilon={target!r} is not reached below noise_multiplier={_MAX_NOISE:g}"
+            )
+        high_value = _log_ratio(spent(math.exp(high), _ROUGH), target)
+    slope = -1.0
+    for _ in range(40):
+        if high - low < 2e-3 or high_value == low_value:
+            break
+        slope = (high_value - low_value) / (high - low)
+        # Regula falsi, kept away from the ends so that both of them move.
+        share = min(max(-low_value / (high_value - low_value), 0.05), 0.95)
+        middle = low + share * (high - low)
+        value = _log_ratio(spent(math.exp(middle), _ROUGH), target)
+        if value > 0:
+            low, low_value = middle, value
+        else:
+            high, high_value = middle, value
+        if abs(value) < 2e-3:
+            low = high = middle
+    return math.exp(high), max(abs(slope), 0.2)
+
+
+def _log_ratio(value: float, target: float) -> float:
+    """log(value/target), capped so that infinite and zero values do not stop the search."""
+    if value <= 0:
+        return -5.0
+    return min(max(math.log(value / target), -5.0), 5.0) if math.isfinite(value) else 5.0
+
+
+def _accountant(
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    estimator: str,
+    num_probes: int,
+    sketch: str,
+    analysis: str,
+    head_rank: int | None,
+) -> Accountant:
+    accountant = Accountant()
+    accountant.step(
+        noise_multiplier=noise_multiplier,
+        sample_rate=sample_rate,
+        law=scale_law(estimator, num_probes, head_rank),
+        sketch=sketch,
+        analysis=analysis,
+        count=validate.positive_int("steps", steps),
+    )
+    return accountant
