@@ -116,6 +116,23 @@ class Composed:
         return result if self.delta(result) <= delta else float(losses[high])
 
 
+@dataclass(frozen=True)
+class View:
+    """Scales of a composition at one δ.
+
+    Attributes:
+        order: Tilt.
+        reference: About ε.
+        width: Of the window that holds the tilted loss.
+        limits: For each part, the largest −loss and loss that matter.
+    """
+
+    order: float
+    reference: float
+    width: float
+    limits: list[tuple[float, float]]
+
+
 class Composition:
     """Any number of steps of any kind, in one direction; answers are upper bounds.
 
@@ -143,6 +160,17 @@ class Composition:
         order, _ = _order_for_epsilon(coarse, self._counts, epsilon)
         composed = self._compose(coarse, order, epsilon)
         return composed.delta(epsilon)
+
+    def view(self, delta: float) -> View:
+        """Where the composed loss is decided at this δ, for others that convolve."""
+        target = _INFINITE_SHARE * delta / self._steps
+        coarse = self._coarse(delta)
+        order, reference = _order_for_delta(coarse, self._counts, delta)
+        low, high = _window(coarse, self._counts, order)
+        limits = [
+            (loss_limit(part.dual, target), loss_limit(part.curve, target)) for part in self._parts
+        ]
+        return View(order, reference, high - low, limits)
 
     def export_interval(self) -> float:
         """The lattice interval that suits an exported distribution."""
@@ -226,14 +254,25 @@ def convolve(
     counts: Sequence[int],
     interval: float,
     order: float,
+    *,
+    pessimistic: bool = True,
 ) -> Composed:
     """Convolve each pmf count times, all on one lattice.
+
+    Args:
+        pmfs: One for each kind of step.
+        indices: The lattice indices of their losses; they need not increase.
+        counts: How often each is convolved.
+        interval: Lattice interval.
+        order: Exponential tilt, at least 0.
+        pessimistic: Whether errors are added, or taken off for a lower bound.
 
     Guarantee:
         The result dominates the exact convolution: cells are raised by a bound on the error of the
         transforms and of the powers (docs/theory.md, Lemma 8), and what the window cuts off above
         counts as infinite. What wraps around from below only adds.
     """
+    sign = 1.0 if pessimistic else -1.0
     low, high = _window(pmfs, counts, order)
     start = math.floor(low / interval)
     cells = fft.next_fast_len(math.ceil(high / interval) - start + 2, real=True)
@@ -248,8 +287,8 @@ def convolve(
     spectrum = np.ones(cells // 2 + 1, dtype=complex)
     for pmf, index, count, moment in zip(pmfs, indices, counts, log_moments, strict=True):
         exponent = order * pmf.losses - moment
-        tilted = pmf.masses * np.exp(exponent) * (1.0 + _UNIT * (2.0 + np.abs(exponent)))
-        wrapped = np.bincount(index % cells, weights=tilted, minlength=cells) * (1.0 + 1e-14)
+        tilted = pmf.masses * np.exp(exponent) * (1.0 + sign * _UNIT * (2.0 + np.abs(exponent)))
+        wrapped = np.bincount(index % cells, weights=tilted, minlength=cells) * (1 + sign * 1e-14)
         transformed = fft.rfft(wrapped)
         error = transform_error * math.sqrt(cells) * float(np.linalg.norm(wrapped))
         size = np.abs(transformed)
@@ -264,7 +303,11 @@ def convolve(
     result = fft.irfft(spectrum, cells)
     cell_error += transform_error * float(np.linalg.norm(result))
     masses = np.roll(result, -(start % cells))
-    masses = np.maximum(masses, 0.0) + cell_error
+    if pessimistic:
+        masses = np.maximum(masses, 0.0) + cell_error
+    else:
+        # What wraps around into the window is at most the mass outside it.
+        masses = np.maximum(masses - cell_error - 2.0 * math.exp(-_WINDOW_LOG_MASS), 0.0)
 
     losses = (start + np.arange(cells)) * interval
     centre = 0.5 * (losses[0] + end)
@@ -272,8 +315,8 @@ def convolve(
     log_scale_error += _UNIT * order * max(abs(losses[0]), abs(end))
     with np.errstate(under="ignore"):
         weights = masses * np.exp(np.clip(order * (centre - losses), -700.0, 700.0))
-    log_scale += log_scale_error - order * centre
-    above = _tail_above(pmfs, counts, order, end)
+    log_scale += sign * log_scale_error - order * centre
+    above = _tail_above(pmfs, counts, order, end) if pessimistic else 0.0
     infinite = -math.expm1(
         sum(
             n * math.log1p(-min(p.infinite_mass, 1 - 1e-16))

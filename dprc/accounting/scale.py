@@ -237,7 +237,8 @@ def _chi2_bins(nodes: Array, k: int, shift: int | None = None) -> Array:
     scaled = nodes * (shift or k) / 2
     below = special.gammainc(k / 2, scaled)
     above = special.gammaincc(k / 2, scaled)
-    return np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
+    mass: Array = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
+    return mass
 
 
 def split_chi2_bins(nodes: Array, k: int) -> tuple[Array, Array, float]:

@@ -46,7 +46,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add("--delta", type=float, required=True, metavar="D", help="in (0, 1)")
     add("--sample-rate", type=float, metavar="Q", help="Poisson inclusion probability, in (0, 1]")
     add("--steps", type=int, metavar="N", help="optimizer steps")
-    add("--dataset-size", type=int, metavar="N", help="with --batch-size and --epochs, instead of")
+    add("--dataset-size", type=int, metavar="N", help="with the next two, instead of the above")
     add(
         "--batch-size", type=int, metavar="B", help="--sample-rate and --steps: expected batch size"
     )
