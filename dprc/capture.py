@@ -30,6 +30,10 @@ class Contribution(Protocol):
     def batch(self) -> int:
         """Number of samples, as the use saw it."""
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types of the factors."""
+
     def masked(self, excluded: torch.Tensor) -> "Contribution":  # excluded (B,) bool
         """Return the contribution with the excluded samples exactly zero, even if not finite."""
 
@@ -60,6 +64,11 @@ class MatrixUse:
     def batch(self) -> int:
         """Number of samples, as the use saw it."""
         return self.use.right.shape[0]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types of the factors."""
+        return tuple(factor.dtype for factor in self.use if factor.is_floating_point())
 
     def masked(self, excluded: torch.Tensor) -> "MatrixUse":
         """Return the use with the excluded samples exactly zero."""
@@ -92,6 +101,11 @@ class VectorUse:
     def batch(self) -> int:
         """Number of samples, as the use saw it."""
         return self.grads.shape[0]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types of the factors."""
+        return (self.grads.dtype,)
 
     def masked(self, excluded: torch.Tensor) -> "VectorUse":
         """Return the use with the excluded samples exactly zero."""
@@ -212,7 +226,8 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *output_grads: torch.Tensor) -> Any:
         (grads,) = output_grads
-        ctx.site.deliver(ctx.saved_tensors[0] if ctx.saved_tensors else None, grads)
+        saved = ctx.saved_tensors  # once: checkpointing recomputes at each access
+        ctx.site.deliver(saved[0] if saved else None, grads)
         return grads, None, None, None
 
 

@@ -112,7 +112,7 @@ class PrivacyEngine:
         _check_optimizer(model, optimizer)
         self._pass: Pass | None = None
         self._batch = 0
-        self._coarsest = torch.float64
+        self._slack = 0.0
         self._capture = Capture(model, self)
         try:
             self._estimators = self._plan()
@@ -133,6 +133,7 @@ class PrivacyEngine:
         self._first_sample = 0  # index in the logical batch of the next micro-batch
         self._stepping = False
         self._squared_norms: torch.Tensor | None = None
+        self._by_parameter: dict[int, torch.Tensor] = {}
         self._clipped = self._excluded = 0
         self._optimizer_guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
@@ -320,6 +321,11 @@ class PrivacyEngine:
         return self._squared_norms
 
     @property
+    def squared_norms_by_parameter(self) -> dict[str, torch.Tensor]:
+        """Estimated squared norms (B,) of each parameter that was used. Not private."""
+        return {self._capture.names[index]: value for index, value in self._by_parameter.items()}
+
+    @property
     def clipped_samples(self) -> int:
         """Number of samples clipped since construction. Not private."""
         return self._clipped
@@ -375,6 +381,7 @@ class PrivacyEngine:
                 f"{self._batch} samples are expected. The module sees samples mixed or flattened "
                 "together; its per-sample gradient cannot be told apart."
             )
+        self._slack = max(self._slack, *(SLACK[dtype] for dtype in contribution.dtypes))
         self._running_pass(path).take(parameter, contribution)
 
     def check_active(self, path: str) -> None:
@@ -430,11 +437,12 @@ class PrivacyEngine:
         for value in norms.values():
             squared = squared + value.to(squared.device)
         self._squared_norms = squared
+        self._by_parameter = norms
         excluded = ~(squared.isfinite() & losses.isfinite())
         if math.isinf(self.max_grad_norm):
             factors = torch.ones_like(squared)
         else:
-            bound = (1 - SLACK[self._coarsest]) * self.max_grad_norm
+            bound = (1 - self._slack) * self.max_grad_norm
             # A zero norm gives infinity, hence 1.
             factors = (bound / squared.sqrt()).clamp(max=1.0)
         factors = factors.masked_fill(excluded, 0.0)

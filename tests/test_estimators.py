@@ -1,0 +1,289 @@
+"""Estimators against dense per-sample gradients, and their randomness against theory."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dprc import estimators
+from dprc.estimators import Use
+from dprc.noise import Stream
+from dprc.sketch import SketchSource
+
+DETERMINISTIC = ("exact", "ghost", "tiled")
+RANDOMIZED = ("hutchinson", "hutchpp")
+KEY = Stream((3, 5))
+
+
+def factors(batch, tokens, d, p, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(batch, tokens, d, generator=generator, dtype=torch.float64)
+    g = torch.randn(batch, tokens, p, generator=generator, dtype=torch.float64)
+    return a.to(dtype), g.to(dtype)
+
+
+def dense(a, g):
+    return (g.double().transpose(1, 2) @ a.double()).flatten(1).square().sum(1)
+
+
+def source(kind="per_sample", step=0, first_sample=0):
+    return SketchSource(KEY, kind, step=step, first_sample=first_sample)
+
+
+def estimate(name, uses, rows, columns, *, num_probes=8, sketch="per_sample", step=0, rank=None):
+    estimator = estimators.get(name, num_probes=num_probes, sketch=sketch, head_rank=rank)
+    accumulation = estimator.begin(
+        rows, columns, batch=uses[0].right.shape[0], source=source(sketch, step)
+    )
+    for use in uses:
+        accumulation.add_use(use)
+    return accumulation.finish()
+
+
+class TestEveryEstimator:
+    """The contract that each member of the registry keeps."""
+
+    @pytest.mark.parametrize("name", estimators.names())
+    @pytest.mark.parametrize("sketch", ["shared", "per_sample"])
+    def test_samples_do_not_mix(self, name, sketch):
+        a, g = factors(3, 5, 11, 13)
+        full = estimate(name, [Use(g, a)], 13, 11, sketch=sketch)
+        a[1:], g[1:] = 100 * a[1:], -g[1:]
+        changed = estimate(name, [Use(g, a)], 13, 11, sketch=sketch)
+        assert full[0] == changed[0]
+        assert (full[1:] != changed[1:]).all()
+
+    @pytest.mark.parametrize("name", estimators.names())
+    def test_an_empty_batch_and_no_use_give_no_norm(self, name):
+        a, g = factors(0, 5, 11, 13)
+        assert estimate(name, [Use(g, a)], 13, 11).shape == (0,)
+        accumulation = estimators.get(name).begin(13, 11, batch=2, source=source())
+        assert torch.equal(accumulation.finish(), torch.zeros(2))
+
+    @pytest.mark.parametrize("name", estimators.names())
+    def test_a_zero_gradient_has_norm_zero(self, name):
+        a, g = factors(2, 5, 11, 13)
+        assert torch.equal(
+            estimate(name, [Use(torch.zeros_like(g), a)], 13, 11), torch.zeros(2).double()
+        )
+
+    @pytest.mark.parametrize("name", estimators.names())
+    def test_low_precision_inputs_are_computed_in_float32(self, name):
+        a, g = factors(2, 2500, 11, 13, torch.bfloat16)
+        low = estimate(name, [Use(g, a)], 13, 11)
+        high = estimate(name, [Use(g.float(), a.float())], 13, 11)
+        assert low.dtype == torch.float32
+        torch.testing.assert_close(low, high, rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("name", estimators.names())
+    def test_autocast_around_it_changes_nothing(self, name):
+        a, g = factors(2, 9, 11, 13, torch.float32)
+        plain = estimate(name, [Use(g, a)], 13, 11)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(estimate(name, [Use(g, a)], 13, 11), plain)
+
+    @pytest.mark.parametrize("name", estimators.names())
+    def test_factors_that_do_not_fit_are_refused(self, name):
+        a, g = factors(2, 5, 11, 13)
+        for use in (Use(a, g), Use(g, a[:1]), Use(g[:, :4], a), Use(g, a[0])):
+            with pytest.raises(ValueError, match="do not fit"):
+                estimate(name, [use], 13, 11)
+
+
+class TestDeterministic:
+    @pytest.mark.parametrize("name", DETERMINISTIC)
+    @given(
+        batch=st.integers(1, 3),
+        tokens=st.integers(1, 9),
+        d=st.integers(1, 9),
+        p=st.sampled_from([1, 7, 150]),
+    )
+    def test_equals_the_dense_norm(self, name, batch, tokens, d, p):
+        a, g = factors(batch, tokens, d, p)
+        torch.testing.assert_close(
+            estimators.get(name).squared_norm(a, g), dense(a, g), rtol=1e-10, atol=1e-12
+        )
+
+    @pytest.mark.parametrize("name", DETERMINISTIC)
+    def test_several_uses_are_summed_before_the_norm(self, name):
+        a, g = factors(2, 5, 11, 300)
+        b, h = factors(2, 7, 11, 300, seed=1)
+        ids = torch.tensor([[3, 3, 250, 0, 299], [1, 2, 3, 2, 1]])
+        e, _ = factors(2, 5, 11, 1, seed=2)
+        one_hot = torch.nn.functional.one_hot(ids, 300).double()
+        got = estimate(name, [Use(g, a), Use(h, b), Use(ids, e)], 300, 11)
+        whole = dense(torch.cat([a, b, e], 1), torch.cat([g, h, one_hot], 1))
+        torch.testing.assert_close(got, whole, rtol=1e-10, atol=0)
+        apart = dense(a, g) + dense(b, h) + dense(e, one_hot)
+        assert not torch.allclose(apart, whole, rtol=1e-3), "the cross terms must matter here"
+
+    @pytest.mark.parametrize("name", DETERMINISTIC)
+    def test_an_embedding_sums_equal_ids_first(self, name):
+        ids = torch.tensor([[3, 3, 9, 3], [0, 1, 2, 9]])
+        e, _ = factors(2, 4, 6, 1)
+        got = estimate(name, [Use(ids, e)], 10, 6)
+        one_hot = torch.nn.functional.one_hot(ids, 10).double()
+        torch.testing.assert_close(got, dense(e, one_hot), rtol=1e-12, atol=0)
+        assert not torch.isclose(got[0], e[0].square().sum()), "row 3 occurs three times"
+
+    def test_a_large_norm_is_exact_to_a_millionth_in_float32(self):
+        a, g = factors(1, 64, 900, 1100, torch.float32)
+        got = estimators.get("exact").squared_norm(a, g)
+        torch.testing.assert_close(got.double(), dense(a, g), rtol=1e-6, atol=0)
+
+
+class TestRandomized:
+    RUNS = 4000
+
+    def ratios(self, name, a, g, runs=RUNS, **options):
+        """Estimates over truth, one for each step of the sketch stream."""
+        rows, columns = g.shape[-1], a.shape[-1]
+        many = [
+            estimate(name, [Use(g, a)], rows, columns, step=step, **options) for step in range(runs)
+        ]
+        return (torch.stack(many) / dense(a, g)).double().numpy()
+
+    @pytest.mark.parametrize("name", RANDOMIZED)
+    @pytest.mark.parametrize("sketch", ["shared", "per_sample"])
+    @pytest.mark.parametrize(("d", "p"), [(11, 17), (17, 11)])
+    def test_is_unbiased(self, name, sketch, d, p):
+        a, g = factors(2, 5, d, p)
+        ratios = self.ratios(name, a, g, runs=1500, sketch=sketch, num_probes=3)
+        error = ratios.std(axis=0, ddof=1) / np.sqrt(len(ratios))
+        assert (np.abs(ratios.mean(axis=0) - 1) < 5 * error).all()
+        biased = ratios * 3 / 4  # probes of variance 1/(k+1) instead of 1/k
+        assert not (np.abs(biased.mean(axis=0) - 1) < 5 * error).any()
+
+    def test_hutchinson_has_the_variance_of_theory(self):
+        a, g = factors(1, 3, 9, 7)
+        values = torch.linalg.svdvals(g[0].T @ a[0]).square()
+        weights = (values / values.sum()).numpy()
+        expected = 2 / 4 * (weights**2).sum()
+        sample = self.ratios("hutchinson", a, g, num_probes=4)[:, 0]
+        # The variance of a sample variance is about (kurtosis - 1)/n · variance².
+        error = sample.var() * np.sqrt((stats.kurtosis(sample) + 2) / len(sample))
+        assert abs(sample.var() - expected) < 5 * error
+        assert abs(sample.var() - 2 / 4) > 5 * error, "this gradient is not rank one"
+
+    @pytest.mark.parametrize("sketch", ["shared", "per_sample"])
+    def test_a_rank_one_gradient_follows_chi_squared(self, sketch):
+        a, g = factors(1, 1, 9, 7)
+        sample = self.ratios("hutchinson", a, g, num_probes=6, sketch=sketch)[:, 0]
+        assert stats.kstest(6 * sample, stats.chi2(6).cdf).pvalue > 1e-3
+        assert stats.kstest(6 * sample, stats.chi2(4).cdf).pvalue < 1e-6
+
+    def test_several_uses_share_one_sketch(self):
+        # Equal and opposite uses cancel exactly only if both met the same probes.
+        a, g = factors(2, 5, 11, 13)
+        assert estimate("hutchinson", [Use(g, a), Use(-g, a)], 13, 11).max() < 1e-25
+        ids = torch.tensor([[3, 3, 12, 0, 7], [1, 2, 3, 2, 1]])
+        one_hot = torch.nn.functional.one_hot(ids, 13).double()
+        for sketch in ("shared", "per_sample"):
+            uses = [Use(one_hot, a), Use(ids, -a)]
+            assert estimate("hutchinson", uses, 13, 11, sketch=sketch).max() < 1e-25
+
+    @pytest.mark.parametrize(
+        ("sketch", "rows"), [("shared", 8193), ("shared", 20000), ("per_sample", 8193)]
+    )
+    def test_sketches_made_by_block_see_every_row(self, rows, sketch):
+        ids = torch.tensor([[0, 8191, 8192, rows - 1]])
+        e, _ = factors(1, 4, rows + 1 if sketch == "per_sample" else 3, 1)
+        one_hot = torch.nn.functional.one_hot(ids, rows).double()
+        uses = [Use(one_hot, e), Use(ids, -e)]
+        assert estimate("hutchinson", uses, rows, e.shape[-1], sketch=sketch).max() < 1e-20
+        whole = estimate("hutchinson", uses[:1], rows, e.shape[-1], sketch=sketch, num_probes=512)
+        assert abs(whole[0] / dense(e, one_hot)[0] - 1) < 5 * (2 / 512) ** 0.5
+
+    def test_a_shared_sketch_is_one_and_per_sample_sketches_are_many(self):
+        a, g = factors(1, 5, 11, 13)
+        twice = [Use(g.repeat(2, 1, 1), a.repeat(2, 1, 1))]
+        first, second = estimate("hutchinson", twice, 13, 11, sketch="shared")
+        assert first == second
+        first, second = estimate("hutchinson", twice, 13, 11, sketch="per_sample")
+        assert first != second
+
+    def test_sketches_of_samples_are_uncorrelated(self):
+        a, g = factors(1, 5, 11, 13)
+        twice = (a.repeat(2, 1, 1), g.repeat(2, 1, 1))
+        ratios = self.ratios("hutchinson", *twice, num_probes=4)
+        assert abs(np.corrcoef(ratios.T)[0, 1]) < 5 / np.sqrt(self.RUNS)
+        shared = self.ratios("hutchinson", *twice, num_probes=4, sketch="shared", runs=100)
+        assert np.corrcoef(shared.T)[0, 1] > 0.99
+
+    def test_a_sample_keeps_its_sketch_however_the_batch_is_cut(self):
+        a, g = factors(5, 4, 11, 13)
+        whole = estimators.get("hutchinson").begin(13, 11, batch=5, source=source())
+        whole.add(a, g)
+        parts = []
+        for start, stop in ((0, 2), (2, 5)):
+            part = estimators.get("hutchinson").begin(
+                13, 11, batch=stop - start, source=source(first_sample=start)
+            )
+            part.add(a[start:stop], g[start:stop])
+            parts.append(part.finish())
+        torch.testing.assert_close(torch.cat(parts), whole.finish(), rtol=1e-12, atol=0)
+
+    def test_hutchpp_is_exact_when_the_head_spans_the_gradient(self):
+        a, g = factors(2, 3, 11, 13)  # rank 3
+        for rank, exact in ((3, True), (2, False)):
+            got = estimate("hutchpp", [Use(g, a)], 13, 11, rank=rank)
+            assert torch.allclose(got, dense(a, g), rtol=1e-9) == exact
+
+    def test_hutchpp_refuses_a_second_use(self):
+        a, g = factors(2, 3, 11, 13)
+        with pytest.raises(ValueError, match="several uses"):
+            estimate("hutchpp", [Use(g, a), Use(g, a)], 13, 11)
+
+
+class TestCosts:
+    @pytest.mark.parametrize(
+        ("name", "d", "p", "saving"),
+        [
+            ("hutchinson", 2048, 8192, 98.05),
+            ("hutchinson", 2048, 512, 92.19),
+            ("hutchpp", 2048, 8192, 92.17),
+            ("hutchpp", 2048, 512, 68.69),
+        ],
+    )
+    def test_savings_are_those_the_paper_publishes(self, name, d, p, saving):
+        cost = estimators.get(name).flops(1, 4096, d, p) / estimators.get("exact").flops(
+            1, 4096, d, p
+        )
+        assert round(100 * (1 - cost), 2) == saving
+
+    def test_workspace_of_low_precision_inputs_counts_the_converted_block(self):
+        exact = estimators.get("exact")
+        assert exact.workspace_bytes(2, 100, 3, 5) == 4 * 2 * 3 * 5
+        assert exact.workspace_bytes(2, 100, 3, 5, torch.bfloat16) == 4 * (30 + 2 * 100 * 8)
+
+
+class TestRegistry:
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"name": "hutch"}, ValueError, "estimator: must be one of .* got 'hutch'"),
+            ({"name": "exact", "sketch": "both"}, ValueError, "sketch: .* got 'both'"),
+            ({"name": "hutchinson", "num_probes": 0}, ValueError, "num_probes: .* got 0"),
+            ({"name": "hutchinson", "num_probes": 2.0}, TypeError, "num_probes: .* got 2.0"),
+            ({"name": "hutchinson", "head_rank": 2}, ValueError, "head_rank: only hutchpp"),
+            ({"name": "hutchpp", "head_rank": 0}, ValueError, "head_rank: .* got 0"),
+        ],
+    )
+    def test_bad_options_are_refused_by_name(self, options, error, message):
+        with pytest.raises(error, match=message):
+            estimators.get(**options)
+
+    def test_the_law_is_that_of_the_probes(self):
+        assert estimators.get("ghost").scale_law().is_exact
+        assert estimators.get("hutchinson", num_probes=20).scale_law().num_probes == 20
+        assert estimators.get("hutchpp", num_probes=20, head_rank=2).scale_law().num_probes == 20
+
+    def test_a_randomized_estimator_needs_randomness(self):
+        a, g = factors(1, 2, 3, 4)
+        with pytest.raises(ValueError, match="generator"):
+            estimators.get("hutchinson").squared_norm(a, g)
+        generator = torch.Generator().manual_seed(0)
+        first = estimators.get("hutchinson").squared_norm(a, g, generator)
+        assert first != estimators.get("hutchinson").squared_norm(a, g, generator)
