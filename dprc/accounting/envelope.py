@@ -9,6 +9,8 @@ from scipy import special
 from dprc.accounting.scale import Array, ScaleLaw, split_chi2_bins
 
 _BINS = 200
+# Error of the quadrature below, for 8 probes or more.
+_PAIR_ERROR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,10 @@ def envelope_cdf(ratio: float, num_probes: int, rank: int | None = None) -> floa
 def middle_edge(num_probes: int, rank: int) -> float:
     """The ratio in [1, 2] from which on the flat spectrum is worst, by bisection."""
     low, high = 1.0, 2.0
-    for _ in range(20):
+    while high - low > 1e-5:
         middle = 0.5 * (low + high)
         flat = special.gammainc(rank * num_probes / 2, middle * rank * num_probes / 2)
-        single = special.gammainc(num_probes / 2, middle * num_probes / 2)
-        if max(single, _best_pair(middle, num_probes, rank)) > flat + 1e-9:
+        if _best_pair(middle, num_probes, rank) > flat + _PAIR_ERROR:
             low = middle
         else:
             high = middle
@@ -106,19 +107,22 @@ def middle_edge(num_probes: int, rank: int) -> float:
 
 def _best_pair(ratio: float, k: int, rank: int) -> float:
     """Largest P(λ·χ²_{ik}/(ik) + (1−λ)·χ²_{jk}/(jk) ≤ ratio) over i + j ≤ rank and λ."""
-    best = 0.0
-    shares = np.concatenate([np.linspace(0.02, 0.98, 49), [0.99, 0.995, 0.998]])
-    for i in range(1, rank):
-        for j in {1, rank - i}:
-            best = max(best, float(_pair_cdf(ratio, k, i, j, shares).max()))
-    return best
+    # Each pair is taken both ways round, so that the integral runs over the smaller share: the
+    # other's CDF is smooth on its scale.
+    shares = np.concatenate([[0.002, 0.005, 0.01], np.linspace(0.02, 0.5, 25)])
+    multiplicities = {round(float(i)) for i in np.geomspace(1, rank - 1, 8)}
+    pairs = {(i, j) for i in multiplicities for j in (1, rank - i)}
+    pairs |= {(j, i) for i, j in pairs}
+    return max(float(_pair_cdf(ratio, k, i, j, shares).max()) for i, j in pairs)
 
 
 def _pair_cdf(ratio: float, k: int, i: int, j: int, share: Array) -> Array:
     """P(λ·χ²_{ik}/(ik) + (1−λ)·χ²_{jk}/(jk) ≤ ratio) for each λ, shape (shares,)."""
-    points, weights = np.polynomial.legendre.leggauss(120)
-    level = 0.5 * (points + 1.0)
-    first = special.gammaincinv(i * k / 2, level) * 2.0 / (i * k)
+    points, weights = np.polynomial.legendre.leggauss(80)
+    angle = 0.25 * np.pi * (points + 1.0)
+    # Levels sin²: dense at both ends, where the quantile function is singular.
+    first = special.gammaincinv(i * k / 2, np.sin(angle) ** 2) * 2.0 / (i * k)
+    weights = weights * 0.25 * np.pi * np.sin(2.0 * angle)
     rest = np.maximum(ratio - share[:, None] * first, 0.0) / (1.0 - share[:, None])
-    cdf: Array = special.gammainc(j * k / 2, rest * j * k / 2) @ (0.5 * weights)
+    cdf: Array = special.gammainc(j * k / 2, rest * j * k / 2) @ weights
     return cdf

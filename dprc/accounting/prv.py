@@ -135,10 +135,10 @@ def _lattice_pmf(
         upper = mass * (scaled - below)
     index = np.concatenate([below, above]).astype(np.int64)
     first = int(index.min())
-    masses: Array = np.bincount(index - first, weights=np.concatenate([mass - upper, upper]))
+    masses = np.bincount(index - first, weights=np.concatenate([mass - upper, upper]))
     used = np.flatnonzero(masses)
-    losses: Array = (used + first) * interval
-    return LossPmf(losses, masses[used], infinite)
+    losses = np.asarray((used + first) * interval, dtype=np.float64)
+    return LossPmf(losses, np.asarray(masses[used], dtype=np.float64), infinite)
 
 
 @lru_cache(maxsize=3)
