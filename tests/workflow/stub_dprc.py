@@ -1,17 +1,24 @@
 """A stand-in for the `dprc` command: tiny result files of the same shape, without torch.
 
 The fixtures of the workflow's tests put it on PATH. Each call is written to calls.log, so that a
-test can read what was run. A file noise_scale.txt beside it changes the noise it calibrates.
+test can read what was run. Files beside it change what it does: noise_scale.txt the noise that it
+calibrates, train_seconds.txt how long a training run takes.
 """
 
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 MECHANISM = ("sample_rate", "steps", "estimator", "num_probes", "sketch", "analysis")
 PRIVACY = ("epsilon", "delta", *MECHANISM)
+
+
+def option(name, default):
+    path = HERE / f"{name}.txt"
+    return float(path.read_text()) if path.exists() else default
 
 
 def write(path, text):
@@ -36,8 +43,7 @@ def prepare_model(arguments):
 
 
 def calibrate(arguments):
-    scale = HERE / "noise_scale.txt"
-    noise = (10.0 / arguments.epsilon) * (float(scale.read_text()) if scale.exists() else 1.0)
+    noise = option("noise_scale", 1.0) * 10.0 / arguments.epsilon
     privacy = {name: getattr(arguments, name) for name in PRIVACY} | {"noise_multiplier": noise}
     write_result(arguments.out, {}, {}, privacy)
 
@@ -51,6 +57,7 @@ def train(arguments):
     privacy = settings["privacy"] and {**settings["privacy"], **settings["method"]}
     out = Path(arguments.out)
     write(out / "steps.csv", "step\n")
+    time.sleep(option("train_seconds", 0.0))
     write(out / "settings.yaml", json.dumps(settings))
     write_result(out / "metrics.json", settings, metrics, privacy)
 

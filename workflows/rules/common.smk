@@ -135,10 +135,15 @@ def model_file(name):
 
 
 def run_calibration(wildcards):
-    """Give the calibration a training run takes its noise from; none without privacy."""
+    """Give the calibration a training run takes its noise from; none without privacy.
+
+    Calibration is a checkpoint: once it is there, Snakemake decides anew which runs to repeat.
+    """
     if not is_private(wildcards.method):
         return []
-    return CALIBRATION.format(target=wildcards.task, **wildcards)
+    return checkpoints.calibrate_noise.get(
+        target=wildcards.task, method=wildcards.method, epsilon=wildcards.epsilon
+    ).output.calibration
 
 
 def training_settings(wildcards):

@@ -1,4 +1,4 @@
-rule calibrate_noise:
+checkpoint calibrate_noise:
     output:
         calibration=CALIBRATION,
     log:

@@ -1,0 +1,96 @@
+"""A configuration is either exactly what the schema knows or refused with one clear line."""
+
+import copy
+
+import pytest
+import yaml
+from snakemake_interface_common.exceptions import WorkflowError
+
+from workflows.configuration import check_configuration
+
+TASK = ("tasks", "bbc_offline")
+
+
+def changed(config, path, value):
+    """Copy a configuration and set one key, however deep."""
+    config = copy.deepcopy(config)
+    section = config
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    return config
+
+
+@pytest.mark.parametrize("name", ["smoke", "default", "paper"])
+def test_shipped_configurations_are_accepted(configuration, name):
+    config = configuration(name)
+    check_configuration(config)
+    assert config["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("epsilonz",), [9], ["unknown key 'epsilonz'"]),
+        ((*TASK, "training", "stepz"), 3, ["tasks.bbc_offline.training", "unknown key 'stepz'"]),
+        (("methods", "exact", "probes"), 3, ["methods.exact", "unknown key 'probes'"]),
+        (("seeds",), "0", ["seeds", "'0' is not of type 'array'"]),
+        ((*TASK, "training", "steps"), "20", ["training.steps", "'20' is not of type 'integer'"]),
+        ((*TASK, "training", "steps"), 0, ["training.steps", "0 is less than the minimum"]),
+        ((*TASK, "training", "sample_rate"), 1.5, ["training.sample_rate", "1.5"]),
+        ((*TASK, "privacy", "epsilons"), [0], ["privacy.epsilons.0", "0 is less than or equal"]),
+        ((*TASK, "privacy", "epsilons"), [9, -2], ["privacy.epsilons.1", "-2"]),
+        ((*TASK, "privacy", "delta"), 0, ["privacy.delta", "0 is less than or equal"]),
+        ((*TASK, "privacy", "delta"), 1, ["privacy.delta", "1 is greater than or equal"]),
+        ((*TASK, "privacy", "delta"), "1e-5", ["privacy.delta", "write 1.0e-5"]),
+        (("methods", "exact", "estimator"), "exactt", ["methods.exact.estimator", "'exactt'"]),
+        (("tasks", "bcc"), {}, ["tasks", "'bcc'"]),
+        ((*TASK, "methods"), ["hutchison"], ["unknown method 'hutchison'", "known: nonprivate"]),
+        ((*TASK, "model"), "large-llama", ["unknown model 'large-llama'", "known: tiny-llama"]),
+        (("methods", "exact", "num_probes"), 8, ["methods.exact", "has no 'num_probes'"]),
+        (("methods", "hutchinson"), {"estimator": "hutchinson"}, ["needs 'num_probes'"]),
+        (
+            ("calibrations", "extra"),
+            {
+                "methods": ["nonprivate"],
+                "epsilons": [1],
+                "delta": 1e-5,
+                "sample_rate": 0.1,
+                "steps": 10,
+            },
+            ["calibrations.extra.methods", "'nonprivate' is not private"],
+        ),
+    ],
+)
+def test_a_wrong_key_is_refused_by_name(configuration, path, value, words):
+    config = changed(configuration("smoke"), path, value)
+    with pytest.raises(WorkflowError) as refused:
+        check_configuration(config)
+    lines = str(refused.value).splitlines()
+    assert any(all(word in line for word in words) for line in lines), lines
+
+
+def test_a_missing_key_is_refused_by_name(configuration):
+    config = configuration("smoke")
+    del config["tasks"]["bbc_offline"]["training"]
+    with pytest.raises(WorkflowError, match="'training' is a required property"):
+        check_configuration(config)
+
+
+def test_snakemake_refuses_an_unknown_key_in_one_line(project, configuration, tmp_path):
+    wrong = changed(configuration("smoke"), (*TASK, "training", "stepz"), 3)
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(wrong))
+    done = project.snakemake("--dry-run", "--configfile", str(path), "--", "results/all")
+    assert done.returncode != 0
+    (line,) = [line for line in done.stdout.splitlines() if "stepz" in line]
+    assert line.startswith("configuration: tasks.bbc_offline.training: unknown key 'stepz'")
+    assert "Traceback" not in done.stdout
+
+
+def test_a_named_configuration_inherits_nothing_from_the_default(project, configuration):
+    # The default configuration has a calibration of its own, and more methods and seeds.
+    jobs = project.planned_jobs()
+    assert configuration("default")["calibrations"]
+    assert jobs["calibrate_noise"] == 2
+    assert jobs["train_model"] == 3

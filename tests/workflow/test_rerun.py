@@ -1,0 +1,114 @@
+"""After a change, what depends on it is made again and nothing else."""
+
+import json
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from tests.workflow.conftest import SMOKE, copy_project
+
+FIGURES = {"collect_metrics", "compare_paper", "plot_accuracy_vs_epsilon", "table_accuracy"}
+
+
+@contextmanager
+def changed_file(path, text):
+    """Change a file, or delete it with None; put it back afterwards, with its time."""
+    content, stat = path.read_bytes(), path.stat()
+    try:
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
+        yield
+    finally:
+        path.write_bytes(content)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_results_all_lists_the_files_that_were_made(finished_project):
+    files = (finished_project.folder / "results" / "all").read_text().split()
+    assert "results/paper_comparison.md" in files
+    assert "results/figures/accuracy_vs_epsilon.pdf" in files
+    assert all((finished_project.folder / file).stat().st_size for file in files)
+
+
+def test_nothing_is_done_twice(finished_project):
+    assert finished_project.planned_jobs() == {}
+
+
+@pytest.mark.parametrize(
+    ("deleted", "jobs"),
+    [
+        (
+            "results/train/*/*/exact/eps9/seed0/metrics.json",
+            {"train_model": 1} | dict.fromkeys(FIGURES, 1),
+        ),
+        ("results/flops/layers.json", {"count_flops": 1, "table_flops": 1, "compare_paper": 1}),
+        ("results/tables/flops.csv", {"table_flops": 1}),
+    ],
+)
+def test_deleting_a_result_remakes_only_what_depends_on_it(finished_project, deleted, jobs):
+    with changed_file(finished_project.result(deleted), None):
+        assert finished_project.planned_jobs() == jobs | {"results_all": 1}
+
+
+def test_editing_a_module_repeats_only_the_rules_that_use_it(finished_project):
+    source = finished_project.folder / "dprc" / "profiling" / "flops.py"
+    with changed_file(source, source.read_text() + "\n# edited\n"):
+        jobs = finished_project.planned_jobs()
+    assert jobs == dict.fromkeys(("count_flops", "table_flops", "compare_paper", "results_all"), 1)
+
+
+def test_a_changed_noise_multiplier_repeats_the_runs_that_use_it(finished_project):
+    path = finished_project.result("results/calibration/bbc_offline/exact/eps9.json")
+    result = json.loads(path.read_text())
+    result["privacy"]["noise_multiplier"] *= 1.01
+    with changed_file(path, json.dumps(result)):
+        assert finished_project.planned_jobs() == {
+            "train_model": 1,
+            "results_all": 1,
+        } | dict.fromkeys(FIGURES, 1)
+
+
+def test_a_calibration_that_ran_again_with_the_same_answer_repeats_no_training(finished_project):
+    path = finished_project.result("results/calibration/bbc_offline/exact/eps9.json")
+    with changed_file(path, path.read_text()):
+        assert "train_model" not in finished_project.planned_jobs()
+
+
+@pytest.mark.slow
+def test_new_noise_is_trained_with_in_the_same_run(tmp_path):
+    project = copy_project(tmp_path / "project")
+    assert project.snakemake(*SMOKE).returncode == 0
+    calls = project.bin / "calls.log"
+    for scale, trained in (("1.0", 0), ("1.5", 2)):
+        (project.bin / "noise_scale.txt").write_text(scale)
+        calls.unlink()
+        done = project.snakemake("--forcerun", "calibrate_noise", *SMOKE)
+        assert done.returncode == 0, done.stdout
+        commands = [line.split()[0] for line in calls.read_text().splitlines()]
+        assert commands.count("calibrate") == 2
+        assert commands.count("train") == trained
+        assert project.planned_jobs() == {}
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_and_takes_nothing_half_written_for_done(tmp_path):
+    project = copy_project(tmp_path / "project")
+    (project.bin / "train_seconds.txt").write_text("600")
+    process = project.start_snakemake(*SMOKE)
+    deadline = time.monotonic() + 60
+    while not list(project.folder.glob("results/train/**/steps.csv")):
+        assert time.monotonic() < deadline, "training never started"
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not list(project.folder.glob("results/train/**/metrics.json"))
+
+    (project.bin / "train_seconds.txt").unlink()
+    done = project.snakemake(*SMOKE)
+    assert done.returncode == 0, done.stdout
+    assert len(list(project.folder.glob("results/train/**/metrics.json"))) == 3
