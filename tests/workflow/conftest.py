@@ -48,16 +48,19 @@ class Project:
         """Ask for a dry run of results/all with the smoke configuration: jobs of each rule."""
         done = self.snakemake("--dry-run", "--quiet", "rules", *arguments, *SMOKE)
         assert done.returncode == 0, done.stdout
-        return {
-            rule: int(count)
-            for rule, count in re.findall(r"^(\w+) +(\d+)$", done.stdout, re.M)
-            if rule != "total"
-        }
+        return read_plan(done.stdout)
 
     def result(self, pattern: str) -> Path:
         """Find the one result file that matches a pattern."""
         (path,) = self.folder.glob(pattern)
         return path
+
+
+def read_plan(output: str) -> dict[str, int]:
+    """Read from a dry run how many jobs each rule has."""
+    counts = {rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", output, re.M)}
+    counts.pop("total", None)
+    return counts
 
 
 def copy_project(folder: Path) -> Project:

@@ -86,11 +86,3 @@ def test_snakemake_refuses_an_unknown_key_in_one_line(project, configuration, tm
     (line,) = [line for line in done.stdout.splitlines() if "stepz" in line]
     assert line.startswith("configuration: tasks.bbc_offline.training: unknown key 'stepz'")
     assert "Traceback" not in done.stdout
-
-
-def test_a_named_configuration_inherits_nothing_from_the_default(project, configuration):
-    # The default configuration has a calibration of its own, and more methods and seeds.
-    jobs = project.planned_jobs()
-    assert configuration("default")["calibrations"]
-    assert jobs["calibrate_noise"] == 2
-    assert jobs["train_model"] == 3
