@@ -37,7 +37,6 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pydoclint --quiet dprc
 	$(BIN)/snakefmt --check Snakefile workflows
 	set -e; for name in $(CONFIGURATIONS); do $(BIN)/snakemake --configfile workflows/config/$$name.yaml --lint; done
 
@@ -45,4 +44,4 @@ paper-dry-run: $(STAMP)
 	$(SNAKEMAKE) --configfile workflows/config/paper.yaml --dry-run --quiet rules -- results/all
 
 report: results
-	$(SNAKEMAKE) --report results/report.html results/all
+	$(SNAKEMAKE) --report results/report.html -- results/all
