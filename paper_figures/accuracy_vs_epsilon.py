@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 
 from paper_figures.accuracy_table import summarize_runs
 from paper_figures.files import load_runs, make_parser, run_command, save_figure
-from paper_figures.paper_values import load_paper_values, utility_setting
+from paper_figures.paper_values import Setting, load_paper_values, utility_setting
 from paper_figures.style import METHODS, MODES, TASKS
 
 # Markers at the same epsilon stand side by side on the logarithmic axis: a step for each method,
@@ -66,7 +66,8 @@ def _published_scores(paper: pd.DataFrame) -> pd.DataFrame:
     """Select the paper's scores and say which task, mode, method and epsilon each belongs to."""
     scores = paper[paper["quantity"].isin({task.metric for task in TASKS.values()})]
     settings = pd.DataFrame(
-        [utility_setting(m, s) for m, s in zip(scores["method"], scores["setting"], strict=True)]
+        [utility_setting(m, s) for m, s in zip(scores["method"], scores["setting"], strict=True)],
+        columns=list(Setting._fields),
     )
     return settings.assign(mean=scores["value"].to_numpy(), std=scores["std"].to_numpy())
 

@@ -1,0 +1,236 @@
+"""Tables and figures from small result files, and their refusal of invalid ones."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from matplotlib import pyplot as plt
+
+from paper_figures.accuracy_table import summarize_runs
+from paper_figures.accuracy_vs_epsilon import plot_accuracy
+from paper_figures.collect_metrics import collect_runs
+from paper_figures.compare_paper import Evidence, compare_values
+from paper_figures.files import load_result
+from paper_figures.flops_table import flops_rows
+from paper_figures.paper_values import load_paper_values
+from paper_figures.style import METHODS, TASKS
+from tests.workflow.conftest import ROOT
+
+PAPER = ROOT / "paper_figures" / "paper_values.csv"
+
+
+def write_result(path, *, metrics, privacy=None, config=None, valid=True):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sections = {"config": config or {}, "metrics": metrics, "privacy": privacy}
+    path.write_text(json.dumps({**sections, "environment": {}, "valid": valid}))
+    return str(path)
+
+
+def write_run(
+    folder, method, epsilon, seed, accuracy, *, task="bbc_offline", noise=1.0, valid=True
+):
+    """Write a training result where the workflow would."""
+    private = method != "nonprivate"
+    return write_result(
+        folder / task / "full" / method / f"eps{epsilon:g}" / f"seed{seed}" / "metrics.json",
+        config={"task": {"name": task, "max_tokens": 96}},
+        metrics={"test_accuracy": accuracy, "train_seconds": 2.0, "steps": 20},
+        privacy={"noise_multiplier": noise, "delta": 1e-5, "sample_rate": 0.2} if private else None,
+        valid=valid,
+    )
+
+
+def write_calibration(folder, method, epsilon, noise, **privacy):
+    return write_result(
+        folder / "bbc_offline" / method / f"eps{epsilon:g}.json",
+        metrics={},
+        privacy={"noise_multiplier": noise, "epsilon": epsilon, "delta": 1e-5, **privacy},
+    )
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Give the table of runs of three methods, two seeds and two epsilons."""
+    paths = [write_run(tmp_path, "nonprivate", math.inf, seed, 0.9) for seed in (0, 1)]
+    for method, loss in (("exact", 0.10), ("hutchinson_paper", 0.12)):
+        for epsilon in (2, 9):
+            paths += [
+                write_run(tmp_path, method, epsilon, seed, 0.9 - loss / epsilon + 0.02 * seed)
+                for seed in (0, 1)
+            ]
+    return collect_runs(paths, [])
+
+
+@pytest.fixture
+def flops():
+    """Give the counts of the formulas for one layer of the paper."""
+    d, p, t, k = 8192, 2048, 4096, 32
+    costs = {
+        "exact": 2 * t * d * p,
+        "ghost": 2 * t * t * (d + p),
+        "hutchinson": 2 * t * k * (d + p),
+    }
+    layer = {"in_features": d, "out_features": p, "tokens": t, "num_probes": k}
+    rows = [
+        {**layer, "estimator": name, "flops_counted": cost, "flops_formula": cost}
+        | {"saving_vs_exact": 1 - cost / costs["exact"]}
+        for name, cost in costs.items()
+    ]
+    return flops_rows({"metrics": {"rows": rows}})
+
+
+def comparison(runs, flops, calibrations=()):
+    evidence = Evidence(summarize_runs(runs), flops, calibrations)
+    return compare_values(load_paper_values(PAPER), evidence, "tiny").set_index("id")
+
+
+def test_summary_averages_over_seeds_in_the_unit_of_the_paper(runs):
+    summary = summarize_runs(runs).set_index(["method", "epsilon"])
+    exact = summary.loc[("exact", 2.0)]
+    assert exact["mean"] == pytest.approx(86.0)
+    assert exact["std"] == pytest.approx(math.sqrt(2.0))
+    assert exact["seeds"] == 2
+
+
+def test_methods_and_epsilons_stand_in_the_one_fixed_order(runs):
+    summary = summarize_runs(runs.sample(frac=1.0, random_state=0))
+    assert list(summary["method"]) == [
+        "nonprivate",
+        *["exact"] * 2,
+        *["hutchinson_paper"] * 2,
+    ]
+    assert list(summary["epsilon"]) == [math.inf, 9.0, 2.0, 9.0, 2.0]
+
+
+def test_an_invalid_result_enters_no_table(tmp_path):
+    path = write_run(tmp_path, "exact", 9, 0, 0.8, valid=False)
+    with pytest.raises(ValueError, match=r"metrics\.json: the result is marked as not valid"):
+        collect_runs([path], [])
+
+
+def test_an_invalid_result_stops_the_command_with_one_line(tmp_path):
+    flops = write_result(tmp_path / "flops.json", metrics={"rows": []}, valid=False)
+    outputs = ["--csv", str(tmp_path / "t.csv"), "--markdown", str(tmp_path / "t.md")]
+    done = subprocess.run(
+        [sys.executable, "-m", "paper_figures.flops_table", "--flops", flops, *outputs],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "not valid" in done.stderr
+    assert not (tmp_path / "t.csv").exists()
+
+
+@pytest.mark.parametrize("text", ["{", '{"metrics": {}}'])
+def test_something_else_than_a_result_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json: not a"):
+        load_result(path)
+
+
+def test_a_run_with_another_noise_than_its_calibration_is_refused(tmp_path):
+    run = write_run(tmp_path / "train", "exact", 9, 0, 0.8, noise=1.0)
+    same = write_calibration(tmp_path / "same", "exact", 9, 1.0)
+    other = write_calibration(tmp_path / "other", "exact", 9, 1.1)
+    assert len(collect_runs([run], [same])) == 1
+    with pytest.raises(ValueError, match="start the same command again"):
+        collect_runs([run], [other])
+
+
+def test_figure_shows_every_method_and_the_papers_values_as_hollow_markers(runs):
+    figure = plot_accuracy(runs, load_paper_values(PAPER))
+    (axis,) = figure.axes
+    faces = {
+        (container.lines[0].get_color(), container.lines[0].get_markerfacecolor())
+        for container in axis.containers
+    }
+    exact = METHODS["exact"].color
+    assert (exact, exact) in faces
+    assert (exact, "white") in faces
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert METHODS["hutchinson_paper"].label in labels
+    assert any("the paper" in label for label in labels)
+    plt.close(figure)
+
+
+def test_error_bars_are_standard_deviations(runs):
+    figure = plot_accuracy(runs, load_paper_values(PAPER).head(0))
+    (axis,) = figure.axes
+    bars = axis.containers[0].lines[2][0].get_segments()
+    assert [(high - low) / 2 for (_, low), (_, high) in bars] == pytest.approx([math.sqrt(2)] * 2)
+    plt.close(figure)
+
+
+def test_comparison_has_one_row_for_each_number_of_the_paper(runs, flops):
+    rows = comparison(runs, flops)
+    assert list(rows.index) == list(load_paper_values(PAPER)["id"])
+    empty = rows[rows["our_value"].isna()]
+    assert set(empty["verdict"].str.split(":").str[0]) == {
+        "not run in this configuration",
+        "source inconsistent",
+    }
+
+
+def test_counted_operations_reproduce_the_papers_savings(runs, flops):
+    rows = comparison(runs, flops)
+    assert rows.loc["flops_hutch_max", "verdict"] == "reproduced"
+    assert rows.loc["gc_flops_ratio", "our_value"] == 128
+    assert rows.loc["flops_hutch_min", "verdict"] == "not run in this configuration"
+    wrong = flops.assign(
+        flops_counted=flops["flops_counted"] * (flops["estimator"] != "exact") + 9e10
+    )
+    assert comparison(runs, wrong).loc["flops_hutch_max", "verdict"].startswith("differs")
+
+
+def test_an_offline_twin_is_never_called_reproduced(runs, flops):
+    # Its numbers are those of the paper, and it is another model on shorter texts all the same.
+    values = load_paper_values(PAPER).set_index("id")["value"]
+    lucky = runs.assign(score=values["bbc_fgc_eps9"] / 100)
+    verdicts = comparison(lucky, flops)["verdict"]
+    assert verdicts["bbc_fgc_eps9"] == "differs: offline twin (small model, 96 tokens)"
+    assert verdicts["bbc_drop_max"] == "differs: offline twin (small model, 96 tokens)"
+    real = lucky.assign(task="bbc")
+    assert comparison(real, flops)["verdict"]["bbc_fgc_eps9"] == "within noise"
+    far = real.assign(score=0.5)
+    assert comparison(far, flops)["verdict"]["bbc_fgc_eps9"].startswith("differs")
+
+
+def test_noise_is_compared_only_with_the_papers_mechanism_and_analysis(tmp_path, runs, flops):
+    def calibrated(estimator, noise, **options):
+        common = {"epsilon": 0.7, "delta": 1e-5, "sample_rate": 64 / 1225, "steps": 208}
+        privacy = {**common, "estimator": estimator, "noise_multiplier": noise, **options}
+        return load_result(write_result(tmp_path / "c.json", metrics={}, privacy=privacy))
+
+    tight = calibrated("hutchinson", 4.18, num_probes=32, analysis="tight")
+    rows = comparison(runs, flops, [calibrated("exact", 4.0731), tight])
+    assert rows.loc["lowbudget_fgc_sigma", "verdict"].startswith("reproduced")
+    assert rows.loc["lowbudget_hutch_sigma", "verdict"] == "not run in this configuration"
+    envelope = calibrated("hutchinson", 4.36, num_probes=32, analysis="envelope")
+    rows = comparison(runs, flops, [tight, envelope])
+    assert rows.loc["lowbudget_hutch_sigma", "our_value"] == 4.36
+
+
+def test_sums_that_the_papers_tables_contradict_are_named(runs, flops):
+    verdicts = comparison(runs, flops)["verdict"]
+    assert verdicts["billsum_drop"].startswith("source inconsistent: its tables give 0.0018")
+    assert verdicts["bbc_hutchpp_gain"] == "source inconsistent: its tables give 6.30"
+    assert "source inconsistent" not in verdicts["hotpotqa_drop"]
+
+
+def test_every_method_has_its_own_colour_and_marker():
+    private = [style for name, style in METHODS.items() if name != "nonprivate"]
+    assert len({style.color for style in private}) == len(private)
+    assert len({style.marker for style in private}) == len(private)
+
+
+def test_every_task_of_the_papers_table_has_a_panel():
+    paper = load_paper_values(PAPER)
+    scored = paper[paper["quantity"].isin([task.metric for task in TASKS.values()])]
+    tasks = {row.split("_")[0] for row in scored["id"]} - {"lowbudget"}
+    assert tasks == {task.paper_task for task in TASKS.values()}
