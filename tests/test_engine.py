@@ -476,7 +476,7 @@ class TestRefusals:
 
         model = Functional()
         engine = make_engine(model)
-        with pytest.raises(dprc.PrivacyError, match="a.weight: is also used outside"):
+        with pytest.raises(dprc.PrivacyError, match=r"a\.weight: is also used outside"):
             engine.backward(model(torch.randn(3, 6)).sum(1))
 
     def test_a_module_that_flattens_the_batch(self):

@@ -1,0 +1,73 @@
+"""The command line: help that fits a screen, one clear line for bad input."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dprc.cli import build_parser, main
+
+COMMANDS = sorted(build_parser()._subparsers._group_actions[0].choices)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen_and_has_an_example(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert len(text.splitlines()) <= 40
+    assert "example" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prepare-data", "--task", "bcc", "--out", "x"], "task: must be one of bbc_offline"),
+        (["train", "--config", "missing.yaml", "--out", "x"], "missing.yaml"),
+        (["count-flops", "--layers", "8192", "--tokens", "4"], "--layers: each must be INxOUT"),
+        (["count-flops", "--layers", "8x2", "--tokens", "0"], "--tokens: .* got '0'"),
+        (["prepare-model", "--preset", "tiny-llama", "--heads", "3", "--out", "x"], "heads: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert pytest.importorskip("re").search(message, error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_misspelt_setting_is_refused_before_anything_slow(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"sede": 1}'))
+    assert main(["train", "--config", "-", "--out", "x"]) == 2
+    assert "unknown key 'sede'" in capsys.readouterr().err
+
+
+def test_count_flops_prints_and_writes_the_same_rows(capsys, tmp_path):
+    words = ["count-flops", "--layers", "8x6", "--tokens", "5", "--num-probes", "2,3"]
+    assert main([*words, "--json", "--out", str(tmp_path / "f.json")]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "f.json").read_text())["metrics"] == printed
+    assert len(printed["rows"]) == 2 * 5
+    assert main(words) == 0
+    assert "hutchinson" in capsys.readouterr().out
+
+
+def test_the_module_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "dprc", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("dprc ")
+
+
+def test_help_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys; from dprc.cli import build_parser; build_parser(); "
+        "print([m for m in ('torch', 'transformers', 'scipy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

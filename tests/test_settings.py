@@ -1,0 +1,79 @@
+"""Settings of a run: what is unknown, missing or ill-typed is named in one line."""
+
+import copy
+import json
+
+import pytest
+import yaml
+
+from dprc.settings import parse_settings
+
+GOOD = {
+    "task": {"name": "bbc_offline", "data": "data", "max_tokens": 96},
+    "model": {"path": "model", "mode": "full"},
+    "method": {"estimator": "hutchinson", "num_probes": 16, "sketch": "shared"},
+    "privacy": {"epsilon": 9, "delta": 1e-5, "max_grad_norm": 1.0},
+    "training": {"sample_rate": 0.2, "steps": 12, "learning_rate": 0.02},
+    "seed": 0,
+    "privacy_seed": None,
+}
+
+
+def changed(key, value):
+    settings = copy.deepcopy(GOOD)
+    *parents, last = key.split(".")
+    place = settings
+    for parent in parents:
+        place = place[parent]
+    if value is KeyError:
+        del place[last]
+    else:
+        place[last] = value
+    return settings
+
+
+@pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump])
+def test_json_and_yaml_are_read_alike(write):
+    settings = parse_settings(write(GOOD), origin="file")
+    assert settings.privacy.delta == 1e-5
+    assert settings.method.accounting() == {
+        "estimator": "hutchinson", "num_probes": 16, "sketch": "shared", "analysis": "tight",
+    }  # fmt: skip
+
+
+def test_yaml_reads_scientific_numbers_as_people_mean_them():
+    text = yaml.safe_dump(GOOD).replace("1.0e-05", "1e-5")
+    assert "1e-5" in text
+    assert parse_settings(text, origin="file").privacy.delta == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("training.learning_rat", 0.1, "unknown key 'training.learning_rat'"),
+        ("sede", 1, "unknown key 'sede'"),
+        ("training.steps", KeyError, "missing key 'training.steps'"),
+        ("method", KeyError, "missing key 'method'"),
+        ("training.steps", "12", "training.steps: .*integer.* got '12'"),
+        ("training.steps", 0, "training.steps: .*greater than or equal to 1, got 0"),
+        ("privacy.epsilon", 0, "privacy.epsilon: .*greater than 0, got 0"),
+        ("privacy.epsilon", -1.0, "privacy.epsilon: .*greater than 0, got -1.0"),
+        ("privacy.delta", 1.0, "privacy.delta: .*less than 1, got 1.0"),
+        ("privacy.delta", 0.0, "privacy.delta: .*greater than 0, got 0.0"),
+        ("privacy.max_grad_norm", float("inf"), "privacy.max_grad_norm: .*finite"),
+        ("training.sample_rate", 1.5, "training.sample_rate: .*got 1.5"),
+        ("method.sketch", "both", "method.sketch: .*'per_sample' or 'shared', got 'both'"),
+        ("privacy", None, "method and privacy must both be given"),
+        ("seed", True, "seed: .*integer"),
+    ],
+)
+def test_a_bad_key_is_named(key, value, message):
+    with pytest.raises(ValueError, match=f"run.yaml: .*{message}") as caught:
+        parse_settings(yaml.safe_dump(changed(key, value)), origin="run.yaml")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "", "just words"])
+def test_what_is_not_a_mapping_is_refused(text):
+    with pytest.raises(ValueError, match=r"run\.yaml"):
+        parse_settings(text, origin="run.yaml")

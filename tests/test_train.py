@@ -1,0 +1,221 @@
+"""A training run, from settings to the result file, on real text and a very small model."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import dprc
+from dprc import accounting, tasks
+from dprc.models import MeanPooledClassifier, TinyLlama, load_classifier, principal_components
+from dprc.results import write_result
+from dprc.settings import RunSettings
+from dprc.train import TokenisedExamples, calibrated_noise, make_scheduler, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:privacy_seed", "ignore:num_probes")
+VOCABULARY = 300
+TRAIN = 80
+
+
+class FewArticles:
+    """The task under its own name, cut so that a run takes a second."""
+
+    name = "bbc_offline"
+
+    def read(self):
+        whole = tasks.get("bbc_offline").read()
+        cut = [
+            tuple(replace(example, text=example.text[:200]) for example in part)
+            for part in (whole.train[:TRAIN], whole.test[:30])
+        ]
+        return tasks.Dataset(*cut, whole.label_names, whole.documents_read)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A few real articles, and a model on a random public embedding with a byte tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("prepared")
+    tasks.save_dataset(FewArticles(), root / "data")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {"<pad>": 0} | {letter: i + 1 for i, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(
+        root / "model"
+    )
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(VOCABULARY, 16, generator=generator).numpy()
+    TinyLlama(hidden_size=16, heads=2, intermediate_size=24).build(embedding).save_pretrained(
+        root / "model"
+    )
+    write_result(root / "model" / "model.json", config={}, metrics={}, privacy=None)
+    return root
+
+
+def settings(prepared, **changes):
+    raw = {
+        "task": {"name": "bbc_offline", "data": str(prepared / "data"), "max_tokens": 40},
+        "model": {"path": str(prepared / "model")},
+        "method": {"estimator": "hutchinson", "num_probes": 8},
+        "privacy": {"epsilon": 8.0, "delta": 1e-5, "max_grad_norm": 1.0},
+        "training": {"sample_rate": 0.2, "steps": 20, "learning_rate": 0.01},
+        "seed": 0,
+        "privacy_seed": 3,
+    }
+    return RunSettings.model_validate(raw | changes)
+
+
+class TestARun:
+    def test_reports_what_it_did_and_the_epsilon_of_its_parameters(self, prepared, tmp_path):
+        metrics = train(settings(prepared), tmp_path)
+        result = json.loads((tmp_path / "metrics.json").read_text())
+        assert result["metrics"] == metrics
+        assert result["valid"] is True
+        assert result["config"]["training"]["steps"] == 20
+        privacy = result["privacy"]
+        assert privacy["releasable"] is False
+        assert privacy["steps"] == 20
+        same = {
+            name: privacy[name]
+            for name in ("noise_multiplier", "sample_rate", "steps", "estimator", "num_probes")
+        }
+        assert privacy["epsilon"] == accounting.epsilon(delta=1e-5, **same)
+        assert 0.99 * 8 < privacy["epsilon"] <= 8
+        assert metrics["train_documents"] == TRAIN
+        assert 0 <= metrics["test_accuracy"] <= 1
+        lines = (tmp_path / "steps.csv").read_text().splitlines()
+        assert lines[0] == "step,nonprivate_batch_size,nonprivate_mean_loss,seconds"
+        assert len(lines) == 21
+
+    def test_same_seeds_same_numbers_and_others_otherwise(self, prepared, tmp_path):
+        def losses_of(name, **changes):
+            train(settings(prepared, **changes), tmp_path / name)
+            rows = (tmp_path / name / "steps.csv").read_text().splitlines()[1:]
+            return [row.rsplit(",", 1)[0] for row in rows]
+
+        first = losses_of("first")
+        assert losses_of("again") == first
+        assert losses_of("noise", privacy_seed=4) != first
+        assert losses_of("initialisation", seed=1) != first
+
+    def test_a_non_private_run_learns_and_claims_nothing(self, prepared, tmp_path):
+        training = {"sample_rate": 1.0, "steps": 40, "learning_rate": 0.02}
+        changes = {"method": None, "privacy": None, "training": training}
+        train(settings(prepared, **changes), tmp_path)
+        assert json.loads((tmp_path / "metrics.json").read_text())["privacy"] is None
+        rows = [line.split(",") for line in (tmp_path / "steps.csv").read_text().splitlines()[1:]]
+        assert float(rows[-1][2]) < float(rows[0][2]) / 2
+
+    def test_both_schedules_train_alike(self, prepared, tmp_path):
+        rows = []
+        for schedule in ("two_pass", "book_keeping"):
+            method = {"estimator": "hutchinson", "num_probes": 8, "schedule": schedule}
+            train(settings(prepared, method=method), tmp_path / schedule)
+            text = (tmp_path / schedule / "steps.csv").read_text().splitlines()[1:]
+            rows.append([float(line.split(",")[2]) for line in text])
+        torch.testing.assert_close(rows[0], rows[1], rtol=1e-3, atol=1e-3)
+
+
+class TestRefusals:
+    def test_noise_that_misses_the_target(self, prepared):
+        run = settings(prepared)
+        privacy = run.privacy.model_copy(update={"noise_multiplier": 0.4})
+        with pytest.raises(dprc.PrivacyError, match=r"0.4 gives epsilon .* above the target 8"):
+            calibrated_noise(privacy, run.training, run.method.accounting())
+
+    def test_data_or_model_that_is_not_there(self, prepared, tmp_path):
+        task = {"name": "bbc_offline", "data": str(tmp_path), "max_tokens": 40}
+        with pytest.raises(FileNotFoundError, match="dprc prepare-data"):
+            train(settings(prepared, task=task), tmp_path / "out")
+        with pytest.raises(FileNotFoundError, match="dprc prepare-model"):
+            train(settings(prepared, model={"path": str(tmp_path)}), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_more_tokens_than_the_model_has_positions(self, prepared, tmp_path):
+        task = {"name": "bbc_offline", "data": str(prepared / "data"), "max_tokens": 9000}
+        with pytest.raises(ValueError, match="8192 positions, got 9000"):
+            train(settings(prepared, task=task), tmp_path)
+
+
+class TestParts:
+    def test_padding_changes_no_prediction(self, prepared):
+        model, tokenizer = load_classifier(prepared / "model", 5, seed=0)
+        model.eval()
+        examples = TokenisedExamples(tasks.get("bbc_offline").read().test[:4], tokenizer, 30)
+        items = [(examples[i][0][: 10 + 5 * i], examples[i][1]) for i in range(4)]
+        together = examples.collate(items)
+        together.pop("labels")
+        logits = model(**together).logits
+        for row, item in enumerate(items):
+            alone = examples.collate([item])
+            alone.pop("labels")
+            torch.testing.assert_close(model(**alone).logits[0], logits[row], rtol=1e-4, atol=1e-5)
+
+    def test_the_public_embedding_is_frozen_and_the_rest_follows_the_seed(self, prepared):
+        (one, _), (other, _) = (load_classifier(prepared / "model", 5, seed=s) for s in (0, 1))
+        assert torch.equal(one.backbone.embed_tokens.weight, other.backbone.embed_tokens.weight)
+        assert not one.backbone.embed_tokens.weight.requires_grad
+        assert not torch.equal(one.head.weight, other.head.weight)
+        block = "layers.0.mlp.up_proj.weight"
+        assert not torch.equal(
+            one.backbone.get_parameter(block), other.backbone.get_parameter(block)
+        )
+
+    def test_pooling_ignores_masked_positions(self):
+        class Backbone(torch.nn.Module):
+            config = type("Config", (), {"hidden_size": 4})
+
+            def forward(self, input_ids, attention_mask):
+                states = input_ids.unsqueeze(-1).float().expand(-1, -1, 4)
+                return type("Output", (), {"last_hidden_state": states})
+
+        model = MeanPooledClassifier(Backbone(), 2, seed=0)
+        ids, mask = torch.tensor([[1, 3, 100]]), torch.tensor([[1, 1, 0]])
+        expected = model.head(torch.full((1, 4), 2.0))
+        torch.testing.assert_close(model(ids, mask).logits, expected)
+
+    def test_principal_components_keep_what_varies_most(self):
+        generator = torch.Generator().manual_seed(0)
+        scales = torch.tensor([5.0, 0.1, 3.0, 0.1])
+        matrix = (torch.randn(500, 4, generator=generator) * scales).numpy()
+        projected = principal_components(matrix, 2)
+        assert projected.shape == (500, 2)
+        assert abs((projected**2).mean() - 1) < 1e-5
+        assert abs(np.corrcoef(projected[:, 0], matrix[:, 0])[0, 1]) > 0.99
+        with pytest.raises(ValueError, match="at most 4 components"):
+            principal_components(matrix, 5)
+
+    def test_warm_up_then_linear_decay(self, prepared):
+        training = settings(prepared).training.model_copy(
+            update={"warmup_steps": 2, "schedule": "linear", "steps": 6, "learning_rate": 1.0}
+        )
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler, rates = make_scheduler(optimizer, training), []
+        for _ in range(6):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        assert rates == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [({"heads": 3}, "heads: .* got 3"), ({"layers": 0}, "layers: .* got 0")],
+    )
+    def test_impossible_sizes_are_refused(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            TinyLlama(**options)
+
+
+@pytest.mark.slow
+def test_the_real_public_embedding_makes_the_real_model(tmp_path):
+    from dprc.models import save_tiny_llama
+
+    save_tiny_llama(TinyLlama(hidden_size=32, heads=2, intermediate_size=48), tmp_path)
+    model, tokenizer = load_classifier(tmp_path, 5, seed=0)
+    assert model.backbone.embed_tokens.weight.shape == (49152, 32)
+    assert tokenizer.decode(tokenizer("Hello world")["input_ids"]) == "Hello world"
