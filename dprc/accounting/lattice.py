@@ -7,14 +7,13 @@ them used: fine where the composed loss is decided, coarse in the tails.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from dprc.accounting.scale import Array
+from dprc.accounting.hull import hockey_stick_hull
+from dprc.accounting.scale import Array, Ints
 from dprc.accounting.step import CurveFn
-
-Ints = npt.NDArray[np.int64]
 
 _UNIT = 2.0 * np.finfo(float).eps
 # Losses beyond e^300 cannot be told from infinite ones.
@@ -38,16 +37,22 @@ class LossPmf:
 
     def log_moment(self, order: float) -> float:
         """Log Σ mass · exp(order · loss), the infinite loss left out."""
-        exponent = order * self.losses
+        exponent = order * self.losses + self._log_masses
         top = float(exponent.max())
-        return top + math.log(float(np.dot(self.masses, np.exp(exponent - top))))
+        return top + math.log(float(np.exp(exponent - top).sum()))
 
     def tilted(self, order: float) -> Array:
         """Masses proportional to mass · exp(order · loss), with sum 1."""
-        exponent = order * self.losses
-        weight = self.masses * np.exp(exponent - exponent.max())
+        exponent = order * self.losses + self._log_masses
+        weight = np.exp(exponent - exponent.max())
         total: Array = weight / weight.sum()
         return total
+
+    @cached_property
+    def _log_masses(self) -> Array:
+        with np.errstate(divide="ignore"):
+            logs: Array = np.log(self.masses)
+        return logs
 
 
 def dominating_pmf(losses: Array, deltas: Array) -> LossPmf:
@@ -66,19 +71,15 @@ def dominating_pmf(losses: Array, deltas: Array) -> LossPmf:
         Doroshenko et al., Connect the Dots (2022), Algorithm 1, for uneven gaps.
     """
     deltas = np.minimum.accumulate(np.minimum(deltas, 1.0))
-    while True:
-        gaps, falls = np.diff(losses), -np.diff(deltas)
-        # Mass that the segment [i, i+1] puts on its upper end, and takes from its lower end.
-        upper = np.concatenate([[1.0 - deltas[0]], falls / -np.expm1(-gaps)])
-        with np.errstate(over="ignore"):
-            lower = np.concatenate([falls / np.expm1(gaps), [0.0]])
-        masses = upper - lower
-        rounding = 4 * _UNIT * (upper + lower)
-        kept = masses >= -rounding
-        kept[-1] = True
-        if kept.all():
-            break
-        losses, deltas = losses[kept], deltas[kept]
+    hull = hockey_stick_hull(losses, deltas)
+    losses, deltas = losses[hull], deltas[hull]
+    gaps, falls = np.diff(losses), -np.diff(deltas)
+    # Mass that the segment [i, i+1] puts on its upper end, and takes from its lower end.
+    upper = np.concatenate([[1.0 - deltas[0]], falls / -np.expm1(-gaps)])
+    with np.errstate(over="ignore"):
+        lower = np.append(falls / np.expm1(gaps), 0.0)
+    masses = upper - lower
+    rounding = 4 * _UNIT * (upper + lower)
     return LossPmf(losses, np.maximum(masses, 0.0) + rounding, float(deltas[-1]))
 
 

@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
-from dprc.accounting.compose import Composed, Composition, Part, convolve
+from dprc.accounting.compose import Composition, Part
+from dprc.accounting.convolve import Composed, convolve
 from dprc.accounting.events import StepEvent
 from dprc.accounting.lattice import LossPmf
 from dprc.accounting.scale import Array, ScaleLaw

@@ -18,6 +18,7 @@ from scipy import special
 from dprc.errors import PrivacyError
 
 Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 EXACT_ESTIMATORS = ("exact", "ghost", "tiled")
 RANDOMIZED_ESTIMATORS = ("hutchinson", "hutchpp")
