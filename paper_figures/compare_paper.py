@@ -163,7 +163,7 @@ def _noise_multiplier(row: Any, evidence: Evidence) -> Ours | None:
             sigma = privacy["noise_multiplier"]
             made_by = (
                 f"calibrate_noise, sample rate {privacy['sample_rate']:.4g},"
-                f" {privacy['steps']} steps (chosen here so that exact clipping fits)"
+                f" {privacy['steps']} steps (not published; chosen so that exact clipping fits)"
             )
             return Ours(sigma, made_by, _noise_verdict(sigma, row.value))
     return None

@@ -46,7 +46,7 @@ def test_dry_run_is_quick_and_imports_nothing_heavy(project, poisoned_imports):
     )
     plan = read_plan(done.stdout)
     assert plan["prepare_dataset"] == 3
-    assert plan["calibrate_noise"] == 21 + 3
+    assert plan["calibrate_noise"] == 21 + 4
     assert plan["train_model"] == 3 * (10 + 10 + 7 * 3)
     assert used < DRY_RUN_LIMIT * unit
 
@@ -68,7 +68,7 @@ def test_use_conda_finds_the_environment_of_every_rule(project, tmp_path):
     )
     assert done.returncode == 0, done.stdout
     plan = read_plan(done.stdout)
-    assert plan["calibrate_noise"] == 9 + 3
+    assert plan["calibrate_noise"] == 9 + 4
     assert plan["train_model"] == 3 * (1 + 9)
     created = [line for line in done.stdout.splitlines() if line.startswith("Conda environment")]
     names = ("accounting", "figures", "training")
