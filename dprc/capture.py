@@ -5,211 +5,19 @@ autograd function that saves the module's input as autograd saves any tensor (so
 gradient checkpointing and saved-tensor hooks work) and receives the output's gradient. Autograd
 itself therefore forms no weight gradient, in any pass, and a parameter that is used in a way the
 capture does not see would get an ordinary gradient: a hook on each parameter refuses that.
-
-Modules are taken by behaviour. A module whose parameters cannot be captured is refused at
-construction, by its path.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from dprc.errors import PrivacyError
-from dprc.estimators import Use, full_precision, work_dtype
-
-
-class Contribution(Protocol):
-    """What one use of a parameter in one micro-batch knows of its gradient."""
-
-    @property
-    def batch(self) -> int:
-        """Number of samples, as the use saw it."""
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Floating types of the factors."""
-
-    def masked(self, excluded: torch.Tensor) -> "Contribution":  # excluded (B,) bool
-        """Return the contribution with the excluded samples exactly zero, even if not finite."""
-
-    def weighted(self, factors: torch.Tensor) -> "Contribution":  # factors (B,)
-        """Return the contribution with each sample's gradient multiplied by its factor."""
-
-    def add_total_(self, total: torch.Tensor) -> None:
-        """Add the gradient summed over samples to ``total``, which has the parameter's shape."""
-
-
-def _zero_rows(tensor: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
-    shape = (-1,) + (1,) * (tensor.dim() - 1)
-    return tensor.masked_fill(excluded.view(shape), 0)
-
-
-def _scale_rows(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    shape = (-1,) + (1,) * (tensor.dim() - 1)
-    return tensor.to(factors.dtype) * factors.view(shape)
-
-
-@dataclass(frozen=True)
-class MatrixUse:
-    """A use of a matrix: the gradient is leftᵀ right, transposed or not as the weight is stored."""
-
-    use: Use
-
-    @property
-    def batch(self) -> int:
-        """Number of samples, as the use saw it."""
-        return self.use.right.shape[0]
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Floating types of the factors."""
-        return tuple(factor.dtype for factor in self.use if factor.is_floating_point())
-
-    def masked(self, excluded: torch.Tensor) -> "MatrixUse":
-        """Return the use with the excluded samples exactly zero."""
-        left = self.use.left if self.use.by_ids else _zero_rows(self.use.left, excluded)
-        return MatrixUse(Use(left, _zero_rows(self.use.right, excluded)))
-
-    def weighted(self, factors: torch.Tensor) -> "MatrixUse":
-        """Return the use with each sample's gradient multiplied by its factor."""
-        left, right = self.use
-        if self.use.by_ids or right.shape[-1] <= left.shape[-1]:
-            return MatrixUse(Use(left, _scale_rows(right, factors)))
-        return MatrixUse(Use(_scale_rows(left, factors), right))
-
-    def add_total_(self, total: torch.Tensor) -> None:
-        """Add leftᵀ right, summed over samples and tokens."""
-        right = self.use.right.flatten(0, 1).to(total.dtype)
-        if self.use.by_ids:
-            total.index_add_(0, self.use.left.flatten().long(), right)
-        else:
-            total.addmm_(self.use.left.flatten(0, 1).to(total.dtype).t(), right)
-
-
-@dataclass(frozen=True)
-class VectorUse:
-    """A use of a bias or a scale: the gradient is the sum of ``grads`` over tokens."""
-
-    grads: torch.Tensor  # (B, T, *parameter.shape)
-
-    @property
-    def batch(self) -> int:
-        """Number of samples, as the use saw it."""
-        return self.grads.shape[0]
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Floating types of the factors."""
-        return (self.grads.dtype,)
-
-    def masked(self, excluded: torch.Tensor) -> "VectorUse":
-        """Return the use with the excluded samples exactly zero."""
-        return VectorUse(_zero_rows(self.grads, excluded))
-
-    def weighted(self, factors: torch.Tensor) -> "VectorUse":
-        """Return the use with each sample's gradient multiplied by its factor."""
-        # Summed over tokens first, so that a kept bias costs (B, p) and not (B, T, p).
-        return VectorUse(_scale_rows(self.per_sample().unsqueeze(1), factors))
-
-    def per_sample(self) -> torch.Tensor:  # (B, *parameter.shape)
-        """Return each sample's gradient, in the working dtype."""
-        return self.grads.to(work_dtype(self.grads.dtype)).sum(1)
-
-    def add_total_(self, total: torch.Tensor) -> None:
-        """Add the sum over samples and tokens."""
-        total.add_(self.grads.to(total.dtype).sum((0, 1)).view_as(total))
-
-
-class Receiver(Protocol):
-    """Who takes the contributions during a backward pass: the engine."""
-
-    def receive(self, path: str, parameter: int, contribution: Contribution) -> None:
-        """Take one use of one parameter."""
-
-    def check_active(self, path: str) -> None:
-        """Raise PrivacyError unless a backward pass of the engine is running."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """One captured module.
-
-    Args:
-        path: Its name in the model.
-        weight: Index of its weight among the trained parameters; None if frozen or absent.
-        bias: Likewise of its bias.
-        receiver: Who takes the contributions.
-    """
-
-    path: str
-    weight: int | None
-    bias: int | None
-    receiver: Receiver
-
-    @property
-    def saves_input(self) -> bool:
-        """Whether the backward pass needs the module's input."""
-        return self.weight is not None
-
-    def deliver(self, saved: torch.Tensor | None, grads: torch.Tensor) -> None:
-        """Hand the factors of one use to the receiver."""
-        self.receiver.check_active(self.path)
-        with torch.no_grad(), full_precision(grads.device):
-            if self.weight is not None and saved is not None:
-                self.receiver.receive(self.path, self.weight, self.weight_use(saved, grads))
-            if self.bias is not None:
-                rows = grads.reshape(grads.shape[0], -1, grads.shape[-1])
-                self.receiver.receive(self.path, self.bias, VectorUse(rows))
-
-    def weight_use(self, saved: torch.Tensor, grads: torch.Tensor) -> Contribution:
-        """Make the contribution of the weight from the saved input and the output's gradient."""
-        raise NotImplementedError
-
-
-def _by_token(tensor: torch.Tensor) -> torch.Tensor:  # (B, …, n) -> (B, T, n)
-    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
-
-
-class LinearSite(Site):
-    """``nn.Linear``: the weight is (out, in)."""
-
-    def weight_use(self, saved: torch.Tensor, grads: torch.Tensor) -> Contribution:
-        """Return GᵀA."""
-        return MatrixUse(Use(_by_token(grads), _by_token(saved)))
-
-
-class TransposedLinearSite(Site):
-    """``Conv1D`` of transformers: a linear layer whose weight is (in, out)."""
-
-    def weight_use(self, saved: torch.Tensor, grads: torch.Tensor) -> Contribution:
-        """Return AᵀG."""
-        return MatrixUse(Use(_by_token(saved), _by_token(grads)))
-
-
-@dataclass(frozen=True)
-class EmbeddingSite(Site):
-    """``nn.Embedding``; rows at ``padding_idx`` have no gradient."""
-
-    padding_idx: int | None = None
-
-    def weight_use(self, saved: torch.Tensor, grads: torch.Tensor) -> Contribution:
-        """Return one-hot(ids)ᵀG."""
-        if self.padding_idx is not None:
-            grads = grads.masked_fill((saved == self.padding_idx).unsqueeze(-1), 0)
-        return MatrixUse(Use(saved.reshape(saved.shape[0], -1), _by_token(grads)))
-
-
-class ScaleSite(Site):
-    """A norm layer: output = scale ⊙ normalised (+ bias), with the scale on the last axis."""
-
-    def weight_use(self, saved: torch.Tensor, grads: torch.Tensor) -> Contribution:
-        """Return the sum over tokens of G ⊙ normalised."""
-        return VectorUse(_by_token(grads * saved))
+from dprc.sites import EmbeddingSite, LinearSite, LoopSite, Receiver, Site, make_site
 
 
 class _Tap(torch.autograd.Function):
@@ -231,15 +39,78 @@ class _Tap(torch.autograd.Function):
         return grads, None, None, None
 
 
-@contextmanager
-def _shadowed(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """Let ``module.name`` give another tensor for a while; the parameters stay registered."""
-    module.__dict__.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del module.__dict__[name]
+class _ParameterTap(torch.autograd.Function):
+    """A parameter's value as a leaf whose gradient goes to ``deliver``."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: Any, deliver: Any) -> torch.Tensor:
+        ctx.deliver = deliver
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: torch.Tensor) -> Any:
+        ctx.deliver(output_grads[0])
+        return None, None, None
+
+
+@dataclass(frozen=True)
+class _CapturedForward:
+    """What stands in for ``module.forward``. A copy of it would still serve the original module."""
+
+    module: nn.Module
+    site: Site
+    capture: "Capture"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.site.forward(self.module, self.capture, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise PrivacyError(
+            "a model held by a PrivacyEngine cannot be copied or pickled: the copy would compute "
+            "with the original's weights. Copy it before, or use engine.detach() or state_dict()."
+        )
+
+    __reduce__ = __deepcopy__  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__(None)
+
+
+class _SharedWeight(torch.Tensor):
+    """What ``module.weight`` gives to code outside the module.
+
+    ``F.linear`` and ``F.embedding`` on it are captured as further uses of the parameter. Any other
+    operation sees the parameter itself, so that its gradient is refused rather than lost.
+    """
+
+    _parameter: nn.Parameter
+    _linear: LinearSite
+    _look_up: EmbeddingSite
+    _capture: "Capture"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        weight = args[1] if len(args) > 1 and isinstance(args[1], cls) else None
+        if weight is not None and func is F.linear and not kwargs:
+            with torch._C.DisableTorchFunctionSubclass():
+                output = F.linear(args[0], weight._parameter.detach(), *args[2:])
+                return weight._capture.tap(output, args[0], weight._linear)
+        if weight is not None and func is F.embedding:
+            with torch._C.DisableTorchFunctionSubclass():
+                return weight._look_up.look_up(args[0], weight._parameter, weight._capture)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*_unwrapped(args), **_unwrapped(kwargs))
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, _SharedWeight):
+        return value.__dict__["_parameter"]
+    if isinstance(value, (tuple, list)):
+        return type(value)(_unwrapped(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _unwrapped(item) for name, item in value.items()}
+    return value
 
 
 @dataclass
@@ -250,6 +121,14 @@ class Capture:
         model: The model whose trained parameters are captured.
         receiver: Who takes the contributions.
 
+    Attributes:
+        parameters: The trained parameters; a parameter's index is its place here.
+        names: Their names in the model.
+        sites: One for each captured module.
+        uses: How often each parameter was used since the engine last looked.
+        batch: Number of samples of the model's last call.
+        tokens: Length of its second axis; None if it has none.
+
     Raises:
         PrivacyError: A trained parameter or a module that cannot be captured.
     """
@@ -259,6 +138,9 @@ class Capture:
     parameters: list[nn.Parameter] = field(init=False)
     names: list[str] = field(init=False)
     sites: list[Site] = field(init=False, default_factory=list)
+    uses: Counter[int] = field(init=False, default_factory=Counter)
+    batch: int | None = field(init=False, default=None)
+    tokens: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -269,8 +151,7 @@ class Capture:
         self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         # Makes a tapped output differentiable where no input is; never gets a gradient itself.
         self._anchor = torch.zeros((), requires_grad=True)
-        self._batch: int | None = None
-        self._patched: list[nn.Module] = []
+        self._patched: list[tuple[nn.Module, str]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         try:
             self._patch_all()
@@ -280,82 +161,142 @@ class Capture:
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        for module in self._patched:
-            module.__dict__.pop("forward", None)
+        for module, name in self._patched:
+            module.__dict__.pop(name, None)
         for handle in self._handles:
             handle.remove()
         self._patched.clear()
         self._handles.clear()
 
-    def _patch_all(self) -> None:
-        seen: set[int] = set()
-        for path, module in self.model.named_modules():
-            _refuse_coupling(path, module)
-            own = {
-                name: parameter
-                for name, parameter in module.named_parameters(recurse=False)
-                if parameter.requires_grad
-            }
-            if own and id(module) not in seen:
-                seen.add(id(module))
-                self._patch(path, module, own)
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            refuse = _refuse_gradient(name)
-            hook = parameter.register_post_accumulate_grad_hook
-            self._handles.append(hook(refuse))  # type: ignore[no-untyped-call]
-        self._handles.append(
-            self.model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
-        )
-
-    def _note_batch(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                self._batch = value.shape[0]
-                return
-
-    def _patch(self, path: str, module: nn.Module, own: Mapping[str, nn.Parameter]) -> None:
-        if "forward" in module.__dict__:
-            raise PrivacyError(
-                f"{path}: its forward is already replaced by other code, which the capture would "
-                "bypass. Wrap the model with dprc first, or remove the other wrapper."
-            )
-        build = _forward_of(module, own)
-        if build is None:
-            raise PrivacyError(
-                f"{path} ({type(module).__name__}): trained parameter "
-                f"{', '.join(f'{path}.{name}' for name in own)} is of a kind whose per-sample "
-                "gradient is not supported. Freeze it with requires_grad_(False), or train LoRA "
-                "adapters instead."
-            )
-        site_class, make = build
-        indices = {name: self._index[id(parameter)] for name, parameter in own.items()}
-        extra = {"padding_idx": module.padding_idx} if isinstance(module, nn.Embedding) else {}
-        site = site_class(path, indices.get("weight"), indices.get("bias"), self.receiver, **extra)
-        self.sites.append(site)
-        module.forward = make(self, module, site)
-        self._patched.append(module)
+    # --- called by captured forwards --------------------------------------------------------------
 
     def tap(self, output: torch.Tensor, saved: torch.Tensor | None, site: Site) -> torch.Tensor:
         """Pass an output through the tap of a site."""
         if not torch.is_grad_enabled():
             return output
+        if site.weight is not None:
+            self.uses[site.weight] += 1
         saved = saved.detach() if saved is not None and site.saves_input else None
         tapped: torch.Tensor = _Tap.apply(output, saved, self._anchor, site)  # type: ignore[no-untyped-call]
         return tapped
 
-    def spread(self, ids: torch.Tensor) -> torch.Tensor:
-        """Give every sample its own row of ids that were made once for the whole batch."""
-        if self._batch is not None and ids.dim() > 1 and ids.shape[0] == 1 and self._batch > 1:
-            return ids.expand(self._batch, *ids.shape[1:])
-        return ids
+    def tap_parameter(
+        self, value: torch.Tensor, deliver: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        """Make a parameter's value differentiable; its gradient goes to ``deliver``."""
+        if not torch.is_grad_enabled():
+            return value
+        tapped: torch.Tensor = _ParameterTap.apply(value, self._anchor, deliver)  # type: ignore[no-untyped-call]
+        return tapped
+
+    # --- construction -----------------------------------------------------------------------------
+
+    def _patch_all(self) -> None:
+        modules = dict(self.model.named_modules())
+        for path, module in modules.items():
+            _refuse_coupling(path, module)
+        sites: dict[str, Site] = {}
+        loops: set[str] = set()
+        for path, module in modules.items():
+            own = self._own(module)
+            if not own:
+                continue
+            if "forward" in module.__dict__:
+                raise PrivacyError(
+                    f"{path or 'model'}: its forward is already replaced by other code, which the "
+                    "capture would bypass. Wrap the model with dprc first, or remove that wrapper."
+                )
+            site = make_site(path, module, own, self.receiver)
+            if site is None:
+                loops.add(_loop_path(path, module, own))
+            else:
+                sites[path] = site
+        for path in sorted(loops):
+            if not any(_inside(path, other) for other in loops):
+                self._patch(modules[path], self._loop_site(path, modules[path]))
+        looped = {index for site in self.sites for _, _, index in site.owners}
+        for path, site in sites.items():
+            if any(path == other or _inside(path, other) for other in loops):
+                continue
+            if site.weight in looped:
+                raise PrivacyError(
+                    f"{path}.weight: is shared with a module whose samples run one by one; untie "
+                    "it, or freeze it with requires_grad_(False)."
+                )
+            self._patch(modules[path], site)
+            self._share_weight(modules[path], site)
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            hook = parameter.register_post_accumulate_grad_hook
+            self._handles.append(hook(_refuse_gradient(name)))  # type: ignore[no-untyped-call]
+        self._handles.append(
+            self.model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+        )
+
+    def _own(self, module: nn.Module) -> dict[str, int]:
+        return {
+            name: self._index[id(parameter)]
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
+
+    def _loop_site(self, path: str, module: nn.Module) -> LoopSite:
+        owners = tuple(
+            (inner, name, index)
+            for inner in module.modules()
+            for name, index in self._own(inner).items()
+        )
+        return LoopSite(path or "model", None, None, self.receiver, owners)
+
+    def _patch(self, module: nn.Module, site: Site) -> None:
+        self.sites.append(site)
+        module.__dict__["forward"] = _CapturedForward(module, site, self)
+        self._patched.append((module, "forward"))
+
+    def _share_weight(self, module: nn.Module, site: Site) -> None:
+        weight = module._parameters.get("weight")
+        if site.weight is None or weight is None or weight.dim() != 2:
+            return
+        shared = weight.detach().as_subclass(_SharedWeight)
+        common = (f"{site.path}.weight used elsewhere", site.weight, None, self.receiver)
+        shared.__dict__.update(
+            _parameter=weight,
+            _linear=LinearSite(*common),
+            _look_up=EmbeddingSite(*common),
+            _capture=self,
+        )
+        module.__dict__["weight"] = shared
+        self._patched.append((module, "weight"))
+
+    def _note_batch(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                self.batch = value.shape[0]
+                self.tokens = value.shape[1] if value.dim() > 1 else None
+                return
+
+
+def _inside(path: str, other: str) -> bool:
+    return path != other and (other == "" or path.startswith(f"{other}."))
+
+
+def _loop_path(path: str, module: nn.Module, own: dict[str, int]) -> str:
+    """Return the module whose samples are run one by one: this one, or the one around it."""
+    shapes = [module.get_parameter(name).shape for name in own]
+    stacked = not isinstance(module, nn.modules.conv._ConvNd) and any(
+        len(shape) > 2 and shape[0] > 1 for shape in shapes
+    )
+    holder = isinstance(module, (nn.ParameterDict, nn.ParameterList))
+    # Stacked experts see the tokens of all samples in one row; a holder is never called at all.
+    return path.rpartition(".")[0] if stacked or holder else path
 
 
 def _refuse_gradient(name: str) -> Callable[[torch.Tensor], None]:
     def refuse(parameter: torch.Tensor) -> None:
         parameter.grad = None
         raise PrivacyError(
-            f"{name}: is also used outside its own module (for instance by F.linear), where its "
-            "per-sample gradient is not seen. Call the module instead, or freeze the parameter."
+            f"{name}: is also used outside its own module in a way whose per-sample gradient is "
+            "not seen. Call the module instead (or F.linear on its weight), or freeze the "
+            "parameter."
         )
 
     return refuse
@@ -368,139 +309,22 @@ def _refuse_coupling(path: str, module: nn.Module) -> None:
             "so that no per-sample clipping bounds one sample's influence. Replace it by "
             "GroupNorm or LayerNorm."
         )
-
-
-# --- forwards of the captured kinds ---------------------------------------------------------------
-
-_Forward = Callable[..., torch.Tensor]
-_Build = tuple[type[Site], Callable[[Capture, nn.Module, Any], _Forward]]
-
-
-def _forward_of(module: nn.Module, own: Mapping[str, nn.Parameter]) -> _Build | None:
-    """Find how a module with these trained parameters is captured; None if it is not."""
-    forward = type(module).forward
-    if forward is nn.Linear.forward:
-        return LinearSite, _linear_forward
-    if forward is nn.Embedding.forward and isinstance(module, nn.Embedding):
-        if module.max_norm is not None or module.scale_grad_by_freq:
-            return None  # max_norm writes the weight in the forward pass; by_freq couples samples
-        return EmbeddingSite, _embedding_forward
-    if _is_transposed_linear(module):
-        return TransposedLinearSite, _transposed_linear_forward
-    if forward is nn.LayerNorm.forward and isinstance(module, nn.LayerNorm):
-        return (ScaleSite, _layer_norm_forward) if len(module.normalized_shape) == 1 else None
-    if forward is nn.RMSNorm.forward and isinstance(module, nn.RMSNorm):
-        return (ScaleSite, _rms_norm_forward) if len(module.normalized_shape) == 1 else None
-    if set(own) == {"weight"} and own["weight"].dim() == 1 and _is_scaling(module):
-        return ScaleSite, _scaling_forward
-    return None
-
-
-def _sole_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    values = (*args, *kwargs.values())
-    if len(values) != 1 or not isinstance(values[0], torch.Tensor):
-        raise TypeError("a captured layer takes one tensor")
-    return values[0]
-
-
-def _detached(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return None if parameter is None else parameter.detach()
-
-
-def _linear_forward(capture: Capture, module: Any, site: LinearSite) -> _Forward:
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x = _sole_argument(args, kwargs)
-        output = F.linear(x, module.weight.detach(), _detached(module.bias))
-        return capture.tap(output, x, site)
-
-    return forward
-
-
-def _is_transposed_linear(module: Any) -> bool:
-    """Ask the module whether it is x ↦ bias + x·weight, as transformers' Conv1D is."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if weight is None or bias is None or weight.dim() != 2 or bias.shape != weight.shape[1:]:
-        return False
-    x = torch.randn(2, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight)
-    try:
-        with torch.no_grad():
-            output = type(module).forward(module, x)
-            return torch.equal(output, torch.addmm(bias, x, weight))
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return False  # another signature: not a linear layer
-
-
-def _transposed_linear_forward(
-    capture: Capture, module: Any, site: TransposedLinearSite
-) -> _Forward:
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x = _sole_argument(args, kwargs)
-        flat = torch.addmm(module.bias.detach(), x.reshape(-1, x.shape[-1]), module.weight.detach())
-        return capture.tap(flat.view(*x.shape[:-1], flat.shape[-1]), x, site)
-
-    return forward
-
-
-def _embedding_forward(capture: Capture, module: Any, site: EmbeddingSite) -> _Forward:
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        ids = capture.spread(_sole_argument(args, kwargs))
-        output = F.embedding(ids, module.weight.detach(), module.padding_idx)
-        return capture.tap(output, ids, site)
-
-    return forward
-
-
-def _layer_norm_forward(capture: Capture, module: Any, site: ScaleSite) -> _Forward:
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x = _sole_argument(args, kwargs)
-        normalised = F.layer_norm(x, module.normalized_shape, None, None, module.eps)
-        output = normalised
-        if module.weight is not None:
-            output = output * module.weight.detach()
-        if module.bias is not None:
-            output = output + module.bias.detach()
-        return capture.tap(output, normalised, site)
-
-    return forward
-
-
-def _rms_norm_forward(capture: Capture, module: Any, site: ScaleSite) -> _Forward:
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x = _sole_argument(args, kwargs)
-        normalised = F.rms_norm(x, module.normalized_shape, None, module.eps)
-        return capture.tap(normalised * module.weight.detach(), normalised, site)
-
-    return forward
-
-
-def _is_scaling(module: Any) -> bool:
-    """Ask the module itself whether its output is its weight times what weight 1 gives.
-
-    True for the RMSNorm classes of transformers' Llama, Mistral, Qwen and their kin, whatever
-    their names; the comparison is bitwise.
-    """
-    weight = module.weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, weight.shape[0], generator=generator).to(weight)
-    scale = (1 + torch.rand(weight.shape[0], generator=generator)).to(weight)
-    try:
-        with torch.no_grad():
-            with _shadowed(module, {"weight": scale}):
-                scaled = type(module).forward(module, x)
-            with _shadowed(module, {"weight": torch.ones_like(weight)}):
-                normalised = type(module).forward(module, x)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return False  # another signature: not a norm layer
-    return isinstance(scaled, torch.Tensor) and torch.equal(scaled, scale * normalised)
-
-
-def _scaling_forward(capture: Capture, module: Any, site: ScaleSite) -> _Forward:
-    original = type(module).forward
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        weight = module.weight.detach()
-        with _shadowed(module, {"weight": torch.ones_like(weight)}):
-            normalised = original(module, *args, **kwargs)
-        return capture.tap(weight * normalised, normalised, site)
-
-    return forward
+    if getattr(module, "max_norm", None) is not None and isinstance(
+        module, (nn.Embedding, nn.EmbeddingBag)
+    ):
+        raise PrivacyError(
+            f"{path or 'model'}: max_norm={module.max_norm} rewrites the weight of whatever rows "
+            "the batch looks up, without noise. Set it to None."
+        )
+    if path.endswith("relative_attention_bias") and any(
+        p.requires_grad for p in module.parameters()
+    ):
+        raise PrivacyError(
+            f"{path}.weight: one table of relative positions serves all samples at once, so its "
+            "per-sample gradient is not seen. Freeze it with requires_grad_(False)."
+        )
+    if getattr(getattr(module, "config", None), "output_router_logits", False):
+        raise PrivacyError(
+            f"{path or 'model'}: config.output_router_logits adds a load-balancing loss over the "
+            "whole batch, which couples samples. Set it to False."
+        )

@@ -10,12 +10,14 @@ from torch import nn
 
 from dprc import accounting, estimators
 from dprc.accounting import validate
-from dprc.capture import Capture, Contribution, EmbeddingSite
+from dprc.capture import Capture
+from dprc.contributions import Contribution
 from dprc.errors import PrivacyError
 from dprc.estimators import Estimator, work_dtype
 from dprc.noise import RandomStreams, add_gaussian_noise_
 from dprc.sampling import MapDataset, PoissonLoader
-from dprc.schedules import NormPass, Pass, TotalPass
+from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, matrix_shape
+from dprc.sites import EmbeddingSite
 from dprc.sketch import SketchSource
 
 SCHEDULES = ("two_pass", "book_keeping")
@@ -113,6 +115,7 @@ class PrivacyEngine:
         self._pass: Pass | None = None
         self._batch = 0
         self._slack = 0.0
+        self._checked = False
         self._capture = Capture(model, self)
         try:
             self._estimators = self._plan()
@@ -214,6 +217,8 @@ class PrivacyEngine:
         self._batch = losses.shape[0]
         if self._batch == 0:
             return
+        if not self._checked and self._batch > 1:
+            self._check_independence(losses)
         norms = self._norm_pass(keep=self.schedule == "book_keeping")
         two_pass = self.schedule == "two_pass"
         with self._running(norms):
@@ -226,6 +231,7 @@ class PrivacyEngine:
         else:
             norms.add_totals_(totals, factors, excluded)
         self._first_sample += self._batch
+        self._capture.uses.clear()
 
     def step(self) -> None:
         """Add noise once, divide by the expected batch size, step the optimizer, account.
@@ -373,28 +379,35 @@ class PrivacyEngine:
 
     # --- called by captured modules ---------------------------------------------------------------
 
-    def receive(self, path: str, parameter: int, contribution: Contribution) -> None:
-        """Take one use of one parameter from the capture."""
-        if contribution.batch != self._batch:
-            raise PrivacyError(
-                f"{path}: its output has leading dimension {contribution.batch} where "
-                f"{self._batch} samples are expected. The module sees samples mixed or flattened "
-                "together; its per-sample gradient cannot be told apart."
-            )
-        self._slack = max(self._slack, *(SLACK[dtype] for dtype in contribution.dtypes))
-        self._running_pass(path).take(parameter, contribution)
-
-    def check_active(self, path: str) -> None:
-        """Refuse a backward pass that is not the engine's."""
-        self._running_pass(path)
-
-    def _running_pass(self, path: str) -> Pass:
+    def by_sample(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a use with the samples on its first axis; see ``Receiver``."""
         if self._pass is None:
             raise PrivacyError(
                 f"{path}: backward() was called on a loss directly. Use engine.backward(losses), "
                 "or engine.detach() to train without privacy."
             )
-        return self._pass
+        if tensor.shape[0] == self._batch:
+            return tensor
+        tokens = self._capture.tokens
+        if tokens is not None and tensor.shape[0] == self._batch * tokens:
+            # Some models merge samples and tokens; the order is checked by _check_independence.
+            return tensor.reshape(self._batch, tokens, *tensor.shape[1:])
+        raise PrivacyError(
+            f"{path}: its output has leading dimension {tensor.shape[0]} where {self._batch} "
+            "samples are expected. The module sees samples mixed together; its per-sample gradient "
+            "cannot be told apart. Freeze it, or train LoRA adapters elsewhere."
+        )
+
+    def observe(self, path: str, grads: torch.Tensor) -> None:
+        """See the output gradients of a use; see ``Receiver``."""
+        if isinstance(self._pass, IndependencePass):
+            self._pass.check(path, grads)
+
+    def receive(self, parameter: int, contribution: Contribution) -> None:
+        """Take one use of one parameter from the capture."""
+        self._slack = max(self._slack, *(SLACK[dtype] for dtype in contribution.dtypes))
+        if self._pass is not None:
+            self._pass.take(parameter, contribution)
 
     # --- internals --------------------------------------------------------------------------------
 
@@ -403,22 +416,37 @@ class PrivacyEngine:
         chosen: list[Estimator | None] = []
         for index, parameter in enumerate(self._capture.parameters):
             sites = [site for site in self._capture.sites if site.weight == index]
-            if parameter.dim() < 2:
-                chosen.append(None)
+            if not sites or parameter.dim() < 2:
+                chosen.append(None)  # a vector, or looped over: each sample's gradient is formed
                 continue
-            estimator = self.estimator
             only_ids = all(isinstance(site, EmbeddingSite) for site in sites)
-            narrow = min(parameter.shape) <= getattr(estimator, "num_probes", 0)
-            if estimator.randomized and (only_ids or narrow):
+            probes = getattr(self.estimator, "num_probes", 0)
+            if self.estimator.randomized and (
+                only_ids or min(matrix_shape(parameter.shape)) <= probes
+            ):
                 # Exact is cheaper here, and an exact share only helps the guarantee.
-                estimator = estimators.Exact()
-            elif not estimator.linear and len(sites) > 1:
-                # Needs all uses at once; the sketches of uses add up, and the law is the same.
-                estimator = estimators.Hutchinson(
-                    num_probes=getattr(estimator, "num_probes", 32), sketch=self.sketch
-                )
-            chosen.append(estimator)
+                chosen.append(estimators.Exact())
+            else:
+                chosen.append(self.estimator)
         return chosen
+
+    def _estimator_of(self, parameter: int) -> Estimator | None:
+        """Return the planned estimator, or one that can take several uses if there were several."""
+        planned = self._estimators[parameter]
+        if planned is None or planned.linear or self._capture.uses[parameter] < 2:
+            return planned
+        # The sketches of uses add up, which a head's do not; the law of the ratio is the same.
+        return estimators.Hutchinson(getattr(planned, "num_probes", 32), self.sketch)
+
+    def _check_independence(self, losses: torch.Tensor) -> None:
+        """Check once, on the first batch, that a sample's loss reaches no other sample's rows.
+
+        Finds layers that mix samples, losses that depend on the batch, and models that keep
+        samples on another axis than the first.
+        """
+        with self._running(IndependencePass()):
+            torch.autograd.backward(losses[0], retain_graph=True)
+        self._checked = True
 
     def _norm_pass(self, *, keep: bool) -> NormPass:
         source = SketchSource(
@@ -428,7 +456,8 @@ class PrivacyEngine:
             first_sample=self._first_sample,
         )
         shapes = [parameter.shape for parameter in self._capture.parameters]
-        return NormPass(shapes, self._estimators, source, self._batch, keep=keep)
+        chosen = [self._estimator_of(index) for index in range(len(shapes))]
+        return NormPass(shapes, chosen, source, self._batch, keep=keep)
 
     def _clip(
         self, losses: torch.Tensor, norms: dict[int, torch.Tensor]

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import torch
 
-from dprc.capture import Contribution, MatrixUse, VectorUse
+from dprc.contributions import Contribution, MatrixUse, SampleUse, VectorUse
 from dprc.errors import PrivacyError
-from dprc.estimators import Accumulation, Estimator, full_precision
+from dprc.estimators import Accumulation, Estimator, full_precision, work_dtype
 from dprc.sketch import SketchSource
 
 
@@ -16,6 +16,11 @@ class Pass(Protocol):
 
     def take(self, parameter: int, contribution: Contribution) -> None:
         """Take one use of one parameter."""
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Return rows and columns of a parameter; a convolution's patch is one row of columns."""
+    return shape[0], shape[1:].numel()
 
 
 class NormPass:
@@ -55,6 +60,11 @@ class NormPass:
             if parameter in self._vectors:
                 grads = self._vectors[parameter] + grads
             self._vectors[parameter] = grads
+        elif isinstance(contribution, SampleUse):
+            grad = contribution.grad.to(work_dtype(contribution.grad.dtype))
+            if parameter not in self._vectors:
+                self._vectors[parameter] = grad.new_zeros(self._batch, *grad.shape)
+            self._vectors[parameter][contribution.sample] += grad
         if self._keep:
             self._kept.append((parameter, contribution))
 
@@ -63,7 +73,7 @@ class NormPass:
             estimator = self._estimators[parameter]
             if estimator is None:
                 raise PrivacyError(f"parameter {parameter}: used as a matrix, planned as a vector")
-            rows, columns = self._shapes[parameter]
+            rows, columns = matrix_shape(self._shapes[parameter])
             self._matrices[parameter] = estimator.begin(
                 rows, columns, batch=self._batch, source=self._source.of_parameter(parameter)
             )
@@ -94,6 +104,27 @@ class NormPass:
                     if masks:
                         contribution = contribution.masked(excluded)
                     contribution.weighted(factors).add_total_(totals[parameter])
+
+
+class IndependencePass:
+    """Follows the loss of the first sample alone; it must reach no other sample's rows."""
+
+    def take(self, parameter: int, contribution: Contribution) -> None:
+        """Take nothing: only ``check`` looks."""
+
+    def check(self, path: str, grads: torch.Tensor) -> None:  # grads (B, …)
+        """Raise PrivacyError if the gradient has a row of another sample.
+
+        A row that is not finite says nothing: zero times an infinite activation is NaN.
+        """
+        others = grads[1:]
+        if bool(((others != 0) & others.isfinite()).any()):
+            raise PrivacyError(
+                f"{path}: the loss of the first sample depends on other samples of the batch (or "
+                "the model keeps samples on another axis than the first), so clipping each sample "
+                "would bound nothing. Remove what couples them: batch statistics, a loss over the "
+                "batch, a load-balancing term."
+            )
 
 
 class TotalPass:

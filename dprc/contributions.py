@@ -1,0 +1,150 @@
+"""Contributions: what one use of a parameter in one micro-batch knows of its gradient.
+
+From a contribution the norm pass takes each sample's norm and the total pass the sum over samples.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dprc.estimators import Use, work_dtype
+
+
+class Contribution(Protocol):
+    """What one use of a parameter in one micro-batch knows of its gradient."""
+
+    @property
+    def batch(self) -> int:
+        """Number of samples, as the use saw it."""
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types of the factors."""
+
+    def masked(self, excluded: torch.Tensor) -> "Contribution":  # excluded (B,) bool
+        """Return the contribution with the excluded samples exactly zero, even if not finite."""
+
+    def weighted(self, factors: torch.Tensor) -> "Contribution":  # factors (B,)
+        """Return the contribution with each sample's gradient multiplied by its factor."""
+
+    def add_total_(self, total: torch.Tensor) -> None:
+        """Add the gradient summed over samples to ``total``, which has the parameter's shape."""
+
+
+def _zero_rows(tensor: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
+    shape = (-1,) + (1,) * (tensor.dim() - 1)
+    return tensor.masked_fill(excluded.view(shape), 0)
+
+
+def _scale_rows(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    shape = (-1,) + (1,) * (tensor.dim() - 1)
+    return tensor.to(factors.dtype) * factors.view(shape)
+
+
+@dataclass(frozen=True)
+class MatrixUse:
+    """A use of a matrix: the gradient is leftᵀ right, transposed or not as the weight is stored."""
+
+    use: Use
+
+    @property
+    def batch(self) -> int:
+        """Number of samples, as the use saw it."""
+        return self.use.right.shape[0]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types of the factors."""
+        return tuple(factor.dtype for factor in self.use if factor.is_floating_point())
+
+    def masked(self, excluded: torch.Tensor) -> "MatrixUse":
+        """Return the use with the excluded samples exactly zero."""
+        left = self.use.left if self.use.by_ids else _zero_rows(self.use.left, excluded)
+        return MatrixUse(Use(left, _zero_rows(self.use.right, excluded)))
+
+    def weighted(self, factors: torch.Tensor) -> "MatrixUse":
+        """Return the use with each sample's gradient multiplied by its factor."""
+        left, right = self.use
+        if self.use.by_ids or right.shape[-1] <= left.shape[-1]:
+            return MatrixUse(Use(left, _scale_rows(right, factors)))
+        return MatrixUse(Use(_scale_rows(left, factors), right))
+
+    def add_total_(self, total: torch.Tensor) -> None:
+        """Add leftᵀ right, summed over samples and tokens."""
+        right = self.use.right.flatten(0, 1).to(total.dtype)
+        if self.use.by_ids:
+            total.index_add_(0, self.use.left.flatten().long(), right)
+        else:
+            total.view(total.shape[0], -1).addmm_(
+                self.use.left.flatten(0, 1).to(total.dtype).t(), right
+            )
+
+
+@dataclass(frozen=True)
+class VectorUse:
+    """A use of a bias or a scale: the gradient is the sum of ``grads`` over tokens."""
+
+    grads: torch.Tensor  # (B, T, *parameter.shape)
+
+    @property
+    def batch(self) -> int:
+        """Number of samples, as the use saw it."""
+        return self.grads.shape[0]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types of the factors."""
+        return (self.grads.dtype,)
+
+    def masked(self, excluded: torch.Tensor) -> "VectorUse":
+        """Return the use with the excluded samples exactly zero."""
+        return VectorUse(_zero_rows(self.grads, excluded))
+
+    def weighted(self, factors: torch.Tensor) -> "VectorUse":
+        """Return the use with each sample's gradient multiplied by its factor."""
+        # Summed over tokens first, so that a kept bias costs (B, p) and not (B, T, p).
+        return VectorUse(_scale_rows(self.per_sample().unsqueeze(1), factors))
+
+    def per_sample(self) -> torch.Tensor:  # (B, *parameter.shape)
+        """Return each sample's gradient, in the working dtype."""
+        return self.grads.to(work_dtype(self.grads.dtype)).sum(1)
+
+    def add_total_(self, total: torch.Tensor) -> None:
+        """Add the sum over samples and tokens."""
+        total.add_(self.grads.to(total.dtype).sum((0, 1)).view_as(total))
+
+
+@dataclass(frozen=True)
+class SampleUse:
+    """A use whose gradient was taken for one sample alone.
+
+    Args:
+        grad: (*parameter.shape).
+        sample: Which sample it is of.
+        batch: Number of samples.
+    """
+
+    grad: torch.Tensor
+    sample: int
+    batch: int
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types of the factors."""
+        return (self.grad.dtype,)
+
+    def masked(self, excluded: torch.Tensor) -> "SampleUse":
+        """Return the use, exactly zero if the sample is excluded."""
+        if not bool(excluded[self.sample]):
+            return self
+        return SampleUse(torch.zeros_like(self.grad), self.sample, self.batch)
+
+    def weighted(self, factors: torch.Tensor) -> "SampleUse":
+        """Return the use with its gradient multiplied by the sample's factor."""
+        weighted = self.grad.to(factors.dtype) * factors[self.sample]
+        return SampleUse(weighted, self.sample, self.batch)
+
+    def add_total_(self, total: torch.Tensor) -> None:
+        """Add the gradient."""
+        total.add_(self.grad.to(total.dtype))
