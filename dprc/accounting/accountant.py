@@ -13,6 +13,8 @@ from dprc.accounting.scale import ScaleLaw
 from dprc.accounting.step import step_curves
 from dprc.errors import PrivacyError
 
+_STATE_KEYS = {"noise_multiplier", "sample_rate", "law", "sketch", "analysis", "count"}
+
 
 class Accountant:
     """Counts optimizer steps, and turns the counts into (ε, δ) when asked.
@@ -212,12 +214,19 @@ class Accountant:
         Raises:
             ValueError: The state is not one that state_dict made.
         """
-        if state.get("version") != 1:
-            raise ValueError(f"state version must be 1, got {state.get('version')!r}")
+        if state.get("version") != 1 or not isinstance(state.get("steps"), list):
+            raise ValueError(f"state must be one that state_dict made, got {state!r}")
         counts: Counter[StepEvent] = Counter()
         for entry in state["steps"]:
-            settings = {**entry, "law": ScaleLaw(**entry["law"])}
-            count = validate.positive_int("count", settings.pop("count"))
-            counts[StepEvent(**settings)] += count
+            if set(entry) != _STATE_KEYS:
+                raise ValueError(f"state has a step with keys {sorted(entry)}, not {_STATE_KEYS}")
+            event = StepEvent(
+                validate.noise_multiplier(entry["noise_multiplier"], allow_zero=True),
+                validate.sample_rate(entry["sample_rate"]),
+                ScaleLaw(**entry["law"]),
+                entry["sketch"],
+                entry["analysis"],
+            )
+            counts[event] += validate.positive_int("count", entry["count"])
         self._counts = counts
         self._answers.clear()

@@ -85,12 +85,16 @@ class Composition:
         at_zero = np.zeros(1)
         if sum(part.count * float(part.curve(at_zero)[0]) for part in self._parts) <= delta:
             return 0.0
+        if self._steps == 1:
+            return _invert(self._parts[0].curve, delta)
         coarse = self._refined(self._coarse(delta), delta)
         order, reference = _order_for_delta(coarse, self._counts, delta)
         return self._compose(coarse, order, reference).epsilon(delta)
 
     def delta(self, epsilon: float) -> float:
         """δ at this ε."""
+        if self._steps == 1:
+            return float(self._parts[0].curve(np.array([epsilon]))[0])
         coarse = self._coarse(1e-30)
         order, _ = _order_for_epsilon(coarse, self._counts, epsilon)
         composed = self._compose(coarse, order, epsilon)
@@ -124,13 +128,20 @@ class Composition:
         """
         coarse = self._coarse(min(_EXPORT_DELTAS))
         orders = [_order_for_delta(coarse, self._counts, delta)[0] for delta in _EXPORT_DELTAS]
-        views = [self._compose(coarse, order, 0.0, interval) for order in (0.0, *orders)]
+        # One pmf for all tilts: bounds on the masses of the same convolution may be combined.
+        pmfs, indices = [], []
+        for part, rough in zip(self._parts, coarse, strict=True):
+            seen = [adapted_indices(rough, order, interval) for order in (0.0, *orders)]
+            losses = np.asarray(np.unique(np.concatenate(seen)) * interval, np.float64)
+            pmfs.append(dominating_pmf(losses, part.curve(losses)))
+            indices.append(np.rint(pmfs[-1].losses / interval).astype(np.int64))
+        views = [convolve(pmfs, indices, self._counts, interval, order) for order in (0.0, *orders)]
         start = min(view.start for view in views)
         stop = max(view.start + view.masses.size for view in views)
         least = np.full(stop - start, np.inf)
         for view in views:
-            part = slice(view.start - start, view.start - start + view.masses.size)
-            least[part] = np.minimum(least[part], view.upper_masses())
+            cells = slice(view.start - start, view.start - start + view.masses.size)
+            least[cells] = np.minimum(least[cells], view.upper_masses())
         # Below the untilted window is exp(-36) of the mass; a gap between windows holds no more.
         outside = min(view.outside for view in views) + 3 * math.exp(-WINDOW_LOG_MASS)
         return start, np.where(np.isfinite(least), least, 0.0), outside
@@ -180,11 +191,9 @@ class Composition:
         coarse: Sequence[LossPmf],
         order: float,
         reference: float,
-        interval: float | None = None,
     ) -> Composed:
         """Choose the lattice, look at the curves again on it, and convolve."""
-        if interval is None:
-            interval = self._interval(coarse, order, reference)
+        interval = self._interval(coarse, order, reference)
         pmfs, indices = zip(*self._fine(coarse, order, interval), strict=True)
         return convolve(pmfs, indices, self._counts, interval, order)
 
@@ -227,3 +236,18 @@ def _solve(
     order = math.exp(low)
     mean, deviation = spread(pmfs, counts, order)
     return order, max(mean, 0.1 * deviation)
+
+
+def _invert(curve: CurveFn, delta: float) -> float:
+    """About the smallest ε at which one step's curve is at most δ, never below it."""
+    high = loss_limit(curve, delta)
+    if float(curve(np.array([high]))[0]) > delta:
+        return math.inf
+    low = 0.0
+    while high - low > 1e-9 * high:
+        middle = 0.5 * (low + high)
+        if float(curve(np.array([middle]))[0]) <= delta:
+            high = middle
+        else:
+            low = middle
+    return high

@@ -150,22 +150,30 @@ def convolve(
     # A transform's error relative to the 2-norm: 7 u log2(N) (Higham 2002, Theorem 24.2).
     transform_error = 8 * _ROUNDING * max(1.0, math.log2(cells))
     spectrum = np.ones(cells // 2 + 1, dtype=np.complex128)
-    # Over the kinds of step: Σ n‖X̂−X‖₂, and the logarithm of the largest Π|X|ⁿ.
-    difference = log_peak = 0.0
+    # Over the kinds of step: Σ n‖X̂−X‖₂, the relative error of the powers, and log max Π|X|ⁿ.
+    difference = power_error = log_peak = 0.0
+    shift = 0
     for pmf, index, count, moment in zip(pmfs, indices, counts, moments, strict=True):
         exponent = order * pmf.losses - moment
         tilted = pmf.masses * np.exp(exponent) * (1.0 + sign * _UNIT * (2.0 + np.abs(exponent)))
         wrapped = np.bincount(index % cells, weights=tilted, minlength=cells) * (1 + sign * 1e-14)
-        error = transform_error * float(np.linalg.norm(wrapped))
-        difference += count * error
-        peak = float(wrapped.sum()) + error * math.sqrt(cells)
-        log_peak += count * max(math.log(peak), 0.0)
-        spectrum *= _power(fft.rfft(wrapped), count)
-    masses = np.roll(fft.irfft(spectrum, cells), -(start % cells))
+        log_peak += count * max(math.log(float(wrapped.sum())), 0.0)
+        # The heaviest cell is moved to the origin, where its transform is a constant without error.
+        heaviest = int(np.argmax(wrapped))
+        shift += count * heaviest
+        spike = float(wrapped[heaviest])
+        wrapped[heaviest] = 0.0
+        rest = fft.rfft(np.roll(wrapped, -heaviest))
+        difference += count * transform_error * float(np.linalg.norm(wrapped))
+        factor, error = _power(spike, rest, float(wrapped.sum()), count)
+        spectrum *= factor
+        power_error += error
+    masses = np.roll(fft.irfft(spectrum, cells), shift % cells - start % cells)
     norm = float(np.linalg.norm(masses))
     # |ΠX̂ⁿ − ΠXⁿ| ≤ Σ n|X̂−X|·max Π|X|ⁿ at each frequency, and Parseval.
+    log_peak += difference * math.sqrt(cells)
     error_norm = difference * math.exp(min(log_peak, 690.0))
-    error_norm += norm * (8 * _ROUNDING * (sum(counts) + len(counts)) + 2 * transform_error)
+    error_norm += norm * (power_error + 8 * _ROUNDING * len(counts) + 2 * transform_error)
 
     log_scale = sum(n * moment for n, moment in zip(counts, moments, strict=True))
     rounding = _UNIT * sum(n * abs(moment) for n, moment in zip(counts, moments, strict=True))
@@ -185,16 +193,29 @@ def convolve(
     )
 
 
-def _power(base: Spectrum, exponent: int) -> Spectrum:
-    """Powers by squaring: the relative error is at most 5 u per unit of the exponent."""
-    result = np.ones_like(base)
-    while True:
-        if exponent & 1:
-            result *= base
-        exponent >>= 1
-        if exponent == 0:
-            return result
-        base = base * base
+def _power(spike: float, rest: Spectrum, rest_mass: float, exponent: int) -> tuple[Spectrum, float]:
+    """(spike + rest)^exponent, and its relative error beyond that of the base.
+
+    By squaring the error is at most 5 u per unit of the exponent. A dominant spike allows the
+    logarithm, whose error is relative to the mass of the rest: rare participation needs that.
+    """
+    if spike <= 0.75:
+        base = spike + rest
+        result = np.ones_like(base)
+        remaining = exponent
+        while True:
+            if remaining & 1:
+                result *= base
+            remaining >>= 1
+            if remaining == 0:
+                return result, 8 * _ROUNDING * exponent
+            base = base * base
+    excess = (spike - 1.0) + rest
+    size = 0.5 * np.log1p(2.0 * excess.real + excess.real**2 + excess.imag**2)
+    angle = np.arctan2(excess.imag, 1.0 + excess.real)
+    # |excess| ≤ |spike − 1| + rest_mass, and the logarithm at most doubles it.
+    scale = 2.0 * exponent * (abs(spike - 1.0) + rest_mass)
+    return np.exp(exponent * size) * np.exp(1j * exponent * angle), 16 * _ROUNDING * (scale + 1.0)
 
 
 def log_moment(pmfs: Sequence[LossPmf], counts: Sequence[int], order: float) -> float:

@@ -23,8 +23,8 @@ from dprc.accounting.scale import Array, ScaleLaw
 from dprc.accounting.step import step_curves
 
 # Bins of the law of R, and of the output given S.
-_RATIO_BINS = 1500
-_OUTPUT_BINS = 1200
+_RATIO_BINS = 1000
+_OUTPUT_BINS = 700
 _REACH = 11.0
 # Share of δ that the lower end gives up for the rounding of losses to the lattice.
 _SHARE = 1e-3

@@ -37,7 +37,7 @@ def gaussian_curve(log_gamma, mu):
 
 
 def shared_curve(epsilon, sigma, rate, ratios, masses):
-    """delta in both directions when the adversary knows the sketch."""
+    """Delta in both directions when the adversary knows the sketch."""
     mu = 1 / (sigma * np.sqrt(ratios))
 
     def mean(gamma):
@@ -51,7 +51,7 @@ def shared_curve(epsilon, sigma, rate, ratios, masses):
 
 
 def per_sample_curve(epsilon, sigma, rate, ratios, masses):
-    """delta in both directions when S stays hidden: the best threshold test."""
+    """Delta in both directions when S stays hidden: the best threshold test."""
     mu = 1 / (sigma * np.sqrt(ratios))
 
     def log_ratio(t):
