@@ -8,7 +8,8 @@ capture does not see would get an ordinary gradient: a hook on each parameter re
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +127,8 @@ class Capture:
         names: Their names in the model.
         sites: One for each captured module.
         uses: How often each parameter was used since the engine last looked.
+        replay: While a chunk that can be run again is in its backward pass: runs it with the
+            gradient of each sample's loss multiplied by a factor, (B,).
         batch: Number of samples of the model's last call.
         tokens: Length of its second axis; None if it has none.
 
@@ -139,6 +142,7 @@ class Capture:
     names: list[str] = field(init=False)
     sites: list[Site] = field(init=False, default_factory=list)
     uses: Counter[int] = field(init=False, default_factory=Counter)
+    replay: Callable[[torch.Tensor], Any] | None = field(init=False, default=None)
     batch: int | None = field(init=False, default=None)
     tokens: int | None = field(init=False, default=None)
 
@@ -151,6 +155,8 @@ class Capture:
         self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         # Makes a tapped output differentiable where no input is; never gets a gradient itself.
         self._anchor = torch.zeros((), requires_grad=True)
+        self._declared: set[int] = set()
+        self._calls = 0
         self._patched: list[tuple[nn.Module, str]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         try:
@@ -188,6 +194,27 @@ class Capture:
             return value
         tapped: torch.Tensor = _ParameterTap.apply(value, self._anchor, deliver)  # type: ignore[no-untyped-call]
         return tapped
+
+    def has_several_uses(self, parameter: int) -> bool:
+        """Whether the parameter was used more than once, or is by declaration."""
+        return parameter in self._declared or self.uses[parameter] > 1
+
+    # --- called by losses -------------------------------------------------------------------------
+
+    def declare_several_uses(self, module: nn.Module) -> None:
+        """Treat the module's weight as used several times, however often it is."""
+        weight = module._parameters.get("weight")
+        if weight is not None and id(weight) in self._index:
+            self._declared.add(self._index[id(weight)])
+
+    @contextmanager
+    def replayable(self, run_fn: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+        """Say how what is delivered within can be delivered again, weighted."""
+        before, self.replay = self.replay, run_fn
+        try:
+            yield
+        finally:
+            self.replay = before
 
     # --- construction -----------------------------------------------------------------------------
 
@@ -228,9 +255,12 @@ class Capture:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             hook = parameter.register_post_accumulate_grad_hook
             self._handles.append(hook(_refuse_gradient(name)))  # type: ignore[no-untyped-call]
-        self._handles.append(
-            self.model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
-        )
+        for module in modules.values():
+            # A loss may call the backbone inside a model; whoever is called first knows the batch.
+            if module is self.model or hasattr(module, "base_model_prefix"):
+                enter = module.register_forward_pre_hook(self._enter_model, with_kwargs=True)
+                leave = module.register_forward_hook(self._leave_model, always_call=True)
+                self._handles += [enter, leave]
 
     def _own(self, module: nn.Module) -> dict[str, int]:
         return {
@@ -267,12 +297,24 @@ class Capture:
         module.__dict__["weight"] = shared
         self._patched.append((module, "weight"))
 
-    def _note_batch(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._calls += 1
+        if self._calls > 1:
+            return
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 self.batch = value.shape[0]
                 self.tokens = value.shape[1] if value.dim() > 1 else None
                 return
+
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls -= 1
+
+
+def capture_of(module: nn.Module) -> Capture | None:
+    """Return the capture that holds a module; None if it is not captured."""
+    forward = module.__dict__.get("forward")
+    return forward.capture if isinstance(forward, _CapturedForward) else None
 
 
 def _inside(path: str, other: str) -> bool:

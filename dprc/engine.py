@@ -230,6 +230,9 @@ class PrivacyEngine:
                 torch.autograd.backward(losses, factors.to(losses.dtype))
         else:
             norms.add_totals_(totals, factors, excluded)
+            with self._running(TotalPass(totals, excluded)):
+                for replay in norms.replays:
+                    replay(factors.to(losses.dtype))
         self._first_sample += self._batch
         self._capture.uses.clear()
 
@@ -407,7 +410,7 @@ class PrivacyEngine:
         """Take one use of one parameter from the capture."""
         self._slack = max(self._slack, *(SLACK[dtype] for dtype in contribution.dtypes))
         if self._pass is not None:
-            self._pass.take(parameter, contribution)
+            self._pass.take(parameter, contribution, self._capture.replay)
 
     # --- internals --------------------------------------------------------------------------------
 
@@ -433,7 +436,7 @@ class PrivacyEngine:
     def _estimator_of(self, parameter: int) -> Estimator | None:
         """Return the planned estimator, or one that can take several uses if there were several."""
         planned = self._estimators[parameter]
-        if planned is None or planned.linear or self._capture.uses[parameter] < 2:
+        if planned is None or planned.linear or not self._capture.has_several_uses(parameter):
             return planned
         # The sketches of uses add up, which a head's do not; the law of the ratio is the same.
         return estimators.Hutchinson(getattr(planned, "num_probes", 32), self.sketch)

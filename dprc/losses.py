@@ -1,11 +1,18 @@
 """Losses for each sample: a function of that sample alone, never of the batch."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from dprc.capture import capture_of
+
+IGNORED = -100
 
 
 def classification_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -22,16 +29,212 @@ def classification_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Ten
     Raises:
         ValueError: No labels, or logits of another shape.
     """
-    inputs = dict(batch)
-    labels = inputs.pop("labels", None)
-    if labels is None:
-        raise ValueError("batch: has no 'labels'")
+    inputs, labels = _split(batch)
     logits = model(**inputs).logits
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"classification needs logits (B, classes) and labels (B,), got {tuple(logits.shape)} "
             f"and {tuple(labels.shape)}"
         )
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return F.cross_entropy(logits, labels, reduction="none")
+    return F.cross_entropy(_full(logits), labels, reduction="none")
+
+
+def causal_lm_loss(
+    model: nn.Module, batch: Mapping[str, Any], chunk_tokens: int = 1024
+) -> torch.Tensor:
+    """Return each sample's mean cross-entropy of the next token.
+
+    The logits of a chunk of tokens are made, turned into losses and dropped, in the backward pass
+    again: a (tokens, vocabulary) matrix never exists.
+
+    Args:
+        model: A Hugging Face causal language model, or a PEFT model around one.
+        batch: What the model takes, and ``labels`` (B, T): token ids, -100 where there is no loss.
+            Labels are shifted here, as transformers does.
+        chunk_tokens: Tokens of each sample whose logits exist at once.
+
+    Returns:
+        (B,), float32 or float64: each sample's sum divided by its own number of labels, so that no
+        sample's loss depends on another's length. 0 for a sample without labels.
+
+    Raises:
+        ValueError: No labels, labels of another shape, ``chunk_tokens`` < 1, or a model whose
+            logits are not made by its head alone in a known way.
+    """
+    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be an int of at least 1, got {chunk_tokens!r}")
+    inputs, labels = _split(batch)
+    causal: Any = model
+    if hasattr(causal, "get_base_model"):  # PEFT
+        causal = causal.get_base_model()
+    backbone, head, post_head_fn = _parts(causal, inputs)
+    capture = capture_of(head)
+    if capture is not None:
+        # Even where one chunk suffices: the estimator must not depend on the batch's length.
+        capture.declare_several_uses(head)
+
+    hidden: torch.Tensor = backbone(**inputs).last_hidden_state
+    if labels.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"labels must have shape {tuple(hidden.shape[:2])}, got {tuple(labels.shape)}"
+        )
+    targets = labels[:, 1:]
+    total = _full(hidden).new_zeros(hidden.shape[0])
+    # Makes a chunk's loss differentiable where the head is trained and the backbone is not.
+    anchor = torch.zeros((), requires_grad=any(p.requires_grad for p in head.parameters()))
+    for start in range(0, targets.shape[1], chunk_tokens):
+        part = slice(start, min(start + chunk_tokens, targets.shape[1]))
+        loss_fn = _ChunkLoss(head, post_head_fn, targets[:, part])
+        total = total + _Recomputed.apply(hidden[:, part], anchor, loss_fn)  # type: ignore[no-untyped-call]
+    return total / (targets != IGNORED).sum(1).clamp(min=1)
+
+
+def _split(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+    inputs = dict(batch)
+    labels = inputs.pop("labels", None)
+    if labels is None:
+        raise ValueError("batch: has no 'labels'")
+    return inputs, labels
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+class _ChunkLoss:
+    """Sum of a chunk's cross-entropies, one for each sample: hidden (B, t, d) -> (B,)."""
+
+    def __init__(
+        self,
+        head: nn.Module,
+        post_head_fn: Callable[[torch.Tensor], torch.Tensor],
+        targets: torch.Tensor,  # (B, t)
+    ) -> None:
+        self.head, self._post_head_fn, self._targets = head, post_head_fn, targets
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = _full(self._post_head_fn(self.head(hidden)))
+        each = F.cross_entropy(
+            logits.flatten(0, 1),
+            self._targets.flatten(),
+            reduction="none",
+            ignore_index=IGNORED,
+        )
+        return each.view(self._targets.shape).sum(1)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Runs a chunk's loss without keeping its logits, and again in each backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: Any, loss_fn: _ChunkLoss) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.loss_fn, ctx.device = loss_fn, hidden.device.type
+        ctx.autocast = (
+            torch.is_autocast_enabled(ctx.device),
+            torch.get_autocast_dtype(ctx.device),
+        )
+        with torch.no_grad():
+            return loss_fn(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: torch.Tensor) -> Any:
+        (hidden,) = ctx.saved_tensors
+        (grads,) = output_grads
+        enabled, dtype = ctx.autocast
+
+        def run(weights: torch.Tensor) -> torch.Tensor | None:
+            leaf = hidden.detach().requires_grad_()
+            with torch.enable_grad(), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):
+                losses = ctx.loss_fn(leaf)
+            torch.autograd.backward(losses, weights)
+            return cast(torch.Tensor | None, leaf.grad)
+
+        capture = capture_of(ctx.loss_fn.head)
+        # Book-keeping repeats the chunk with clip factors instead of keeping its logits' gradient.
+        replay = nullcontext() if capture is None else capture.replayable(lambda c: run(grads * c))
+        with replay:
+            return run(grads), None, None
+
+
+# --- what a model does to make its logits ---------------------------------------------------------
+
+_PostHead = Callable[[torch.Tensor], torch.Tensor]
+_KNOWN_PARTS: WeakKeyDictionary[nn.Module, tuple[str, _PostHead]] = WeakKeyDictionary()
+
+
+def _parts(causal: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any, _PostHead]:
+    """Return backbone, head, and what the model does after its head.
+
+    The model is watched once, on two tokens: its logits must be what the head makes of the
+    backbone's last hidden state, changed in one of the known ways.
+    """
+    config = getattr(causal, "config", None)
+    if config is None or not hasattr(causal, "get_output_embeddings"):
+        raise ValueError(
+            f"model: must be a Hugging Face causal language model, got {type(causal).__name__}"
+        )
+    head = causal.get_output_embeddings()
+    if getattr(config, "is_encoder_decoder", False) or head is None:
+        raise ValueError(
+            f"model: {type(causal).__name__} is not a decoder with a language-model head; compute "
+            "its per-sample loss from its logits"
+        )
+    if causal not in _KNOWN_PARTS:
+        _KNOWN_PARTS[causal] = _watch(causal, head, inputs)
+    name, post_head_fn = _KNOWN_PARTS[causal]
+    return causal.get_submodule(name), head, post_head_fn
+
+
+def _watch(causal: Any, head: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, _PostHead]:
+    ids = inputs.get("input_ids")
+    if ids is None:
+        raise ValueError("batch: has no 'input_ids'")
+    states: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
+
+    def see_states(name: str, _: Any, output: Any) -> None:
+        states[name] = getattr(output, "last_hidden_state", None)
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, module in causal.named_modules():
+            if name and hasattr(module, "base_model_prefix"):
+                hooks.enter_context(_watched(module, partial(see_states, name)))
+        hooks.enter_context(
+            _watched(head, lambda args, out: seen.update(input=args[0], output=out))
+        )
+        logits = causal(input_ids=ids[:1, :2]).logits
+    for name, state in states.items():
+        if state is None or state.shape != seen["input"].shape:
+            continue
+        for candidate in _candidates(causal) if torch.equal(state, seen["input"]) else ():
+            if torch.equal(candidate(seen["output"]).to(logits.dtype), logits):
+                return name, candidate
+    raise ValueError(
+        f"model: {type(causal).__name__} makes its logits in a way that is not known here (not "
+        "head(last hidden state), soft-capped or scaled as its configuration says). Compute the "
+        "per-sample loss from model(...).logits."
+    )
+
+
+def _candidates(causal: Any) -> Iterator[_PostHead]:
+    """Yield what known models do to the head's output: nothing, soft-capping, scaling."""
+    yield lambda logits: logits
+    cap = getattr(causal.config, "final_logit_softcapping", None)
+    if cap is not None:
+        yield lambda logits: torch.tanh(logits / cap) * cap
+    scale = getattr(causal, "logit_scale", getattr(causal.config, "logit_scale", None))
+    if isinstance(scale, (int, float)):
+        yield lambda logits: logits * scale
+    division = getattr(causal.config, "logits_scaling", None)
+    if division is not None:
+        yield lambda logits: logits / division
+
+
+@contextmanager
+def _watched(module: nn.Module, see_fn: Callable[[Any, Any], None]) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _, args, out: see_fn(args, out))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,7 +1,7 @@
 """What the engine does with contributions during a backward pass: take norms, or form totals."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -10,12 +10,21 @@ from dprc.errors import PrivacyError
 from dprc.estimators import Accumulation, Estimator, full_precision, work_dtype
 from dprc.sketch import SketchSource
 
+Replay = Callable[[torch.Tensor], Any]
+
 
 class Pass(Protocol):
     """A backward pass in progress."""
 
-    def take(self, parameter: int, contribution: Contribution) -> None:
-        """Take one use of one parameter."""
+    def take(self, parameter: int, contribution: Contribution, replay: Replay | None) -> None:
+        """Take one use of one parameter.
+
+        Args:
+            parameter: Its index.
+            contribution: The use.
+            replay: Delivers the use again with each sample's gradient multiplied by a factor; None
+                where only keeping it will do.
+        """
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -33,6 +42,9 @@ class NormPass:
         source: Of the sketches; the parameter's index is filled in.
         batch: Number of samples, B.
         keep: Whether contributions are kept for ``add_totals_`` (book-keeping).
+
+    Attributes:
+        replays: What is to be run again, weighted, instead of being kept.
     """
 
     def __init__(
@@ -49,8 +61,9 @@ class NormPass:
         self._matrices: dict[int, Accumulation] = {}
         self._vectors: dict[int, torch.Tensor] = {}  # parameter -> (B, *shape)
         self._kept: list[tuple[int, Contribution]] = []
+        self.replays: list[Replay] = []
 
-    def take(self, parameter: int, contribution: Contribution) -> None:
+    def take(self, parameter: int, contribution: Contribution, replay: Replay | None) -> None:
         """Add one use to the parameter's norm."""
         if isinstance(contribution, MatrixUse):
             self._matrix(parameter).add_use(contribution.use)
@@ -65,8 +78,12 @@ class NormPass:
             if parameter not in self._vectors:
                 self._vectors[parameter] = grad.new_zeros(self._batch, *grad.shape)
             self._vectors[parameter][contribution.sample] += grad
-        if self._keep:
+        if not self._keep:
+            return
+        if replay is None:
             self._kept.append((parameter, contribution))
+        elif not any(replay is known for known in self.replays):
+            self.replays.append(replay)
 
     def _matrix(self, parameter: int) -> Accumulation:
         if parameter not in self._matrices:
@@ -109,7 +126,7 @@ class NormPass:
 class IndependencePass:
     """Follows the loss of the first sample alone; it must reach no other sample's rows."""
 
-    def take(self, parameter: int, contribution: Contribution) -> None:
+    def take(self, parameter: int, contribution: Contribution, replay: Replay | None) -> None:
         """Take nothing: only ``check`` looks."""
 
     def check(self, path: str, grads: torch.Tensor) -> None:  # grads (B, …)
@@ -139,7 +156,7 @@ class TotalPass:
         self._totals = totals
         self._excluded = excluded if bool(excluded.any()) else None
 
-    def take(self, parameter: int, contribution: Contribution) -> None:
+    def take(self, parameter: int, contribution: Contribution, replay: Replay | None) -> None:
         """Add one use to the parameter's total."""
         if self._excluded is not None:
             contribution = contribution.masked(self._excluded)
