@@ -201,13 +201,17 @@ class Composition:
 def _order_for_delta(
     pmfs: Sequence[LossPmf], counts: Sequence[int], delta: float
 ) -> tuple[float, float]:
-    """The tilt whose Chernoff bound on ε at this δ is smallest, and that ε."""
-    target = -math.log(delta)
+    """The tilt whose moment bound on ε at this δ is smallest, and that ε.
 
-    def gap(log_order: float) -> float:
-        order = math.exp(log_order)
+    Since 1 − e^(ε−L) ≤ e^(θ(L−ε)) θ^θ/(1+θ)^(1+θ), log δ is at most log E e^(θL) − θε + θ log θ −
+    (1+θ) log(1+θ). The θ of the smallest ε satisfies ε = mean − log(1 + 1/θ), mean that of the
+    loss under the tilt; then −log δ = θ·mean − log E e^(θL) + log(1+θ).
+    """
+
+    def gap(order: float) -> float:
         mean, _ = spread(pmfs, counts, order)
-        return order * mean - log_moment(pmfs, counts, order) - target
+        moment = log_moment(pmfs, counts, order)
+        return order * mean - moment + math.log1p(order) + math.log(delta)
 
     return _solve(pmfs, counts, gap)
 
@@ -215,27 +219,29 @@ def _order_for_delta(
 def _order_for_epsilon(
     pmfs: Sequence[LossPmf], counts: Sequence[int], epsilon: float
 ) -> tuple[float, float]:
-    """The tilt under which the composed loss has mean ε."""
-    return _solve(
-        pmfs, counts, lambda log_order: spread(pmfs, counts, math.exp(log_order))[0] - epsilon
-    )
+    """The tilt whose moment bound on δ at this ε is smallest."""
+
+    def gap(order: float) -> float:
+        return spread(pmfs, counts, order)[0] - math.log1p(1.0 / order) - epsilon
+
+    return _solve(pmfs, counts, gap)
 
 
 def _solve(
     pmfs: Sequence[LossPmf], counts: Sequence[int], gap_fn: Callable[[float], float]
 ) -> tuple[float, float]:
-    """The tilt where an increasing function of its logarithm crosses 0, and the mean loss there."""
+    """The tilt where an increasing function of it crosses 0, and the ε that belongs to it."""
     largest = max(float(pmf.losses[-1]) for pmf in pmfs)
     low, high = math.log(1e-6 / largest), math.log(1e6 / largest) + 10
     for _ in range(40):
         middle = 0.5 * (low + high)
-        if gap_fn(middle) > 0:
+        if gap_fn(math.exp(middle)) > 0:
             high = middle
         else:
             low = middle
     order = math.exp(low)
     mean, deviation = spread(pmfs, counts, order)
-    return order, max(mean, 0.1 * deviation)
+    return order, max(mean - math.log1p(1.0 / order), 0.1 * deviation)
 
 
 def _invert(curve: CurveFn, delta: float) -> float:

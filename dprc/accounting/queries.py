@@ -1,10 +1,12 @@
 """The questions one asks of a training run: how much noise, which ε, which δ."""
 
 import math
+import warnings
 from typing import Any
 
 from dprc.accounting import validate
 from dprc.accounting.accountant import Accountant
+from dprc.accounting.compose import DEFAULT_TOLERANCE
 from dprc.accounting.scale import scale_law
 from dprc.errors import PrivacyError
 
@@ -182,14 +184,22 @@ def noise_multiplier(
         1.0
     """
     target, delta = validate.epsilon(epsilon), validate.delta(delta)
+    # Refuse bad settings, and warn of costly ones, once.
+    _accountant(1.0, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank)
+    refusals: dict[float, PrivacyError] = {}
 
-    def spent(sigma: float, tolerance: float | None = None) -> float:
-        accountant = _accountant(
-            sigma, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
-        )
-        if tolerance is None:
-            return accountant.epsilon(delta)
-        return accountant.epsilon(delta, tolerance=tolerance)
+    def spent(sigma: float, tolerance: float = DEFAULT_TOLERANCE) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            accountant = _accountant(
+                sigma, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+            )
+        try:
+            return accountant.epsilon(delta, tolerance=tolerance)
+        except PrivacyError as refusal:
+            # No ε can be promised at this noise: it is not enough, as far as one can tell.
+            refusals[sigma] = refusal
+            return math.inf
 
     sigma, slope = _rough_root(spent, target, _first_guess(target, delta, sample_rate, steps))
     # The rough answer is corrected with the exact function, from the side that needs more noise.
@@ -202,9 +212,11 @@ def noise_multiplier(
         else:
             highest_unsafe = max(highest_unsafe, sigma)
         if lowest_safe <= highest_unsafe * 1.001 or target * (1 - 5e-4) <= reached <= target:
+            if highest_unsafe in refusals and lowest_safe <= highest_unsafe * 1.01:
+                raise refusals[highest_unsafe]
             return lowest_safe if reached > target else sigma
-        ratio = (reached / target * (1 + 2e-4)) ** (1.0 / slope) if reached > 0 else 0.9
-        proposal = sigma * min(max(ratio, 0.9), 1.1)
+        growth = min(max(reached / target * (1 + 2e-4), 0.1), 10.0) ** (1.0 / slope)
+        proposal = sigma * min(max(growth, 0.9), 1.1)
         if not highest_unsafe < proposal < lowest_safe:
             proposal = math.sqrt(highest_unsafe * lowest_safe)
         sigma = proposal

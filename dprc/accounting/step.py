@@ -213,7 +213,7 @@ def per_sample_curves(
     nodes = ratio_nodes(law)
     mu = 1.0 / (sigma * np.sqrt(nodes.ratios))
     mean_mu = _mean_inverse_root(law) / sigma
-    step = coarseness * min(2e-3, 5e-3 / math.sqrt(sigma))
+    step = coarseness * min(2e-3, max(1e-3, 5e-3 / math.sqrt(sigma)))
     below = np.arange(-round(13.0 / step), 0) * step
     # 37: the last threshold that N(0,1) exceeds with a probability that a float can hold.
     above = np.arange(0, math.ceil(min(37.0, 13.0 + 1.0 / sigma) / step) + 1) * step
@@ -227,12 +227,17 @@ def per_sample_curves(
     )
     eighth = step * step / 8.0
 
-    # remove: |T''| ≤ (1+t²₊)T, and γ'Φ(−t) has second derivative γ'|t|φ(t) (Lemma 4).
+    # Between thresholds the true f rises above both by at most step²/8 of E[μ φ(μ−t)] ≤ φ(0) E μ
+    # (Lemma 4, bound a), or of its second derivative (bound b).
+    drift = density(np.zeros(1)) * mean_mu * np.exp(step * (at + step)) * (1.0 + _TAIL_ERROR)
+    # remove, b: |T''| ≤ (1+t²₊)T, and γ'Φ(−t) has second derivative γ'|t|φ(t).
     before = np.concatenate([[1.0], power[:-1]])
-    lift = eighth * (1.0 + (np.maximum(thresholds, 0.0) + step) ** 2) * before
+    bend = (1.0 + (np.maximum(thresholds, 0.0) + step) ** 2) * before
+    lift = eighth * np.minimum(drift, bend)
     power_up = np.minimum(power * (1.0 + _TAIL_ERROR) + lift, 1.0)
     false_positive = lower_tail(-thresholds) * (1.0 - _TAIL_ERROR)
-    false_positive = np.maximum(false_positive - eighth * curvature, 0.0)
+    cut = np.where(drift < bend, 0.0, eighth * curvature)
+    false_positive = np.maximum(false_positive - cut, 0.0)
     # Thresholds beyond the grid: no better than all of the bound at either end.
     remove = concave_majorant(
         np.concatenate([false_positive, [false_positive[0], 0.0]]),
@@ -244,11 +249,13 @@ def per_sample_curves(
     reach = density(np.minimum(thresholds[1 : left + 1], 0.0)) * (1.0 + _TAIL_ERROR)
     specificity = lower_tail(thresholds) * (1.0 + _TAIL_ERROR)
     low_part = specificity[:left] + reach * min(step, mean_mu * step * step / 2.0)
-    # add, t ≥ 0: curvature, or the staircase where the miss rate is too small for it.
-    miss_part = miss[left:] - eighth * _MAX_CURVATURE
+    # add, t ≥ 0: a or b again, or the staircase where the miss rate is too small for them.
+    steady = drift[left:] < _MAX_CURVATURE
+    miss_part = miss[left:] - eighth * np.where(steady, drift[left:], _MAX_CURVATURE)
     coarse = miss_part < 0.99 * miss[left:]
     stairs = np.concatenate([specificity[left + 1 :], [1.0]])
-    high_part = np.where(coarse, stairs, specificity[left:] + eighth * curvature[left:])
+    bent = specificity[left:] + np.where(steady, 0.0, eighth * curvature[left:])
+    high_part = np.where(coarse, stairs, bent)
     high_miss = np.where(coarse, miss[left:], np.maximum(miss_part, 0.0))
     add = concave_majorant(
         np.concatenate([miss[:left], high_miss, [0.0, miss[-1]]]),
