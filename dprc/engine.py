@@ -42,15 +42,19 @@ class PrivacyEngine:
         sample_rate: q in (0, 1], with which Poisson sampling includes each sample.
         expected_batch_size: What the noised sum is divided by: a public number, q times a public
             dataset size. Never the size of the batch at hand.
-        estimator: A name of ``dprc.estimators.names()``, or an ``Estimator`` (then ``num_probes``,
-            ``sketch`` and ``head_rank`` stay at their defaults). A randomized one is used where
-            the parameter is a matrix wider than its probes; the rest is exact.
+        estimator: A name of ``dprc.estimators.names()``, ``"auto"``, or an ``Estimator`` (then
+            ``num_probes``, ``sketch`` and ``head_rank`` stay at their defaults). A randomized one
+            is used where the parameter is a matrix wider than its probes; the rest is exact.
+            ``"auto"`` takes, for each parameter, the cheapest of exact, ghost and hutchinson.
         num_probes: Probes k of a randomized estimator.
         sketch: ``"per_sample"``, or ``"shared"`` as in the paper.
         head_rank: Rank of the head of ``"hutchpp"``.
         schedule: ``"two_pass"``, or ``"book_keeping"``, which keeps activations and gradients of
             all layers and saves the second backward pass.
         analysis: ``"tight"``, or ``"envelope"`` as in the paper (``shared`` only).
+        max_tokens: Declared largest number of tokens of a sample; only ``"auto"`` needs it. The
+            choice is made once from it: made from the batch at hand, one long sample would change
+            the clipping of all others.
         privacy_seed: None takes randomness from the operating system. An int repeats a run, warns,
             and makes ``releasable`` False.
 
@@ -96,6 +100,7 @@ class PrivacyEngine:
         head_rank: int | None = None,
         schedule: str = "two_pass",
         analysis: str = "tight",
+        max_tokens: int | None = None,
         privacy_seed: int | None = None,
     ) -> None:
         self.noise_multiplier = validate.noise_multiplier(noise_multiplier, allow_zero=True)
@@ -107,6 +112,7 @@ class PrivacyEngine:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.schedule, self.analysis = schedule, analysis
+        self._max_tokens = _declared_tokens(estimator, max_tokens)
         self.estimator = _estimator(estimator, num_probes, sketch, head_rank)
         self.sketch: str = getattr(self.estimator, "sketch", sketch)
 
@@ -185,8 +191,10 @@ class PrivacyEngine:
             "head_rank": head_rank,
             "analysis": analysis,
         }
+        # What "auto" may choose has no worse law than hutchinson.
+        charged = clipping | {"estimator": "hutchinson" if estimator == "auto" else estimator}
         sigma = accounting.noise_multiplier(
-            epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps, **clipping
+            epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps, **charged
         )
         engine = cls(
             model,
@@ -349,6 +357,31 @@ class PrivacyEngine:
         """Whether the randomness was secret: False with a fixed ``privacy_seed``."""
         return self._streams.releasable
 
+    def plan(self) -> list[dict[str, Any]]:
+        """Return how each trained parameter is treated, one row for each.
+
+        Returns:
+            Rows with ``name``, ``shape``, ``captured_as`` (the kinds of modules that use it) and
+            ``estimator`` of its norm.
+        """
+        rows = []
+        for index, name in enumerate(self._capture.names):
+            kinds = {
+                type(site).__name__.removesuffix("Site").lower()
+                for site in self._capture.sites
+                if index in site.parameters
+            }
+            planned = self._estimator_of(index)
+            rows.append(
+                {
+                    "name": name,
+                    "shape": list(self._capture.parameters[index].shape),
+                    "captured_as": "+".join(sorted(kinds)),
+                    "estimator": "exact" if planned is None else planned.name,
+                }
+            )
+        return rows
+
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -423,12 +456,15 @@ class PrivacyEngine:
                 chosen.append(None)  # a vector, or looped over: each sample's gradient is formed
                 continue
             only_ids = all(isinstance(site, EmbeddingSite) for site in sites)
+            shape = matrix_shape(parameter.shape)
             probes = getattr(self.estimator, "num_probes", 0)
-            if self.estimator.randomized and (
-                only_ids or min(matrix_shape(parameter.shape)) <= probes
-            ):
+            if self.estimator.randomized and (only_ids or min(shape) <= probes):
                 # Exact is cheaper here, and an exact share only helps the guarantee.
                 chosen.append(estimators.Exact())
+            elif self._max_tokens is not None:
+                candidates = [estimators.Exact(), estimators.Ghost(), self.estimator]
+                costs = [each.flops(1, self._max_tokens, *shape) for each in candidates]
+                chosen.append(candidates[costs.index(min(costs))])
             else:
                 chosen.append(self.estimator)
         return chosen
@@ -520,11 +556,23 @@ def _max_grad_norm(value: object, noise_multiplier: float) -> float:
     return number
 
 
+def _declared_tokens(estimator: object, max_tokens: int | None) -> int | None:
+    """Return the declared length if the choice of estimators depends on it."""
+    if max_tokens is not None:
+        validate.positive_int("max_tokens", max_tokens)
+    if estimator != "auto":
+        return None
+    if max_tokens is None:
+        raise ValueError("max_tokens: estimator='auto' chooses by the declared length; give it")
+    return max_tokens
+
+
 def _estimator(
     estimator: str | Estimator, num_probes: int, sketch: str, head_rank: int | None
 ) -> Estimator:
     if isinstance(estimator, str):
-        return estimators.get(estimator, num_probes=num_probes, sketch=sketch, head_rank=head_rank)
+        name = "hutchinson" if estimator == "auto" else estimator
+        return estimators.get(name, num_probes=num_probes, sketch=sketch, head_rank=head_rank)
     if not isinstance(estimator, Estimator):
         raise TypeError(f"estimator: must be a name or an Estimator, got {estimator!r}")
     if (num_probes, sketch, head_rank) != (32, "per_sample", None):

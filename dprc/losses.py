@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dprc.capture import capture_of
 
@@ -68,10 +69,11 @@ def causal_lm_loss(
     if hasattr(causal, "get_base_model"):  # PEFT
         causal = causal.get_base_model()
     backbone, head, post_head_fn = _parts(causal, inputs)
-    capture = capture_of(head)
-    if capture is not None:
-        # Even where one chunk suffices: the estimator must not depend on the batch's length.
-        capture.declare_several_uses(head)
+    for module in head.modules():
+        held_by = capture_of(module)
+        if held_by is not None:
+            # Even where one chunk suffices: the estimator must not depend on the batch's length.
+            held_by.declare_several_uses(module)
 
     hidden: torch.Tensor = backbone(**inputs).last_hidden_state
     if labels.shape != hidden.shape[:2]:
@@ -80,12 +82,10 @@ def causal_lm_loss(
         )
     targets = labels[:, 1:]
     total = _full(hidden).new_zeros(hidden.shape[0])
-    # Makes a chunk's loss differentiable where the head is trained and the backbone is not.
-    anchor = torch.zeros((), requires_grad=any(p.requires_grad for p in head.parameters()))
     for start in range(0, targets.shape[1], chunk_tokens):
         part = slice(start, min(start + chunk_tokens, targets.shape[1]))
         loss_fn = _ChunkLoss(head, post_head_fn, targets[:, part])
-        total = total + _Recomputed.apply(hidden[:, part], anchor, loss_fn)  # type: ignore[no-untyped-call]
+        total = total + _recomputed(loss_fn, hidden[:, part])
     return total / (targets != IGNORED).sum(1).clamp(min=1)
 
 
@@ -123,8 +123,17 @@ class _ChunkLoss:
         return each.view(self._targets.shape).sum(1)
 
 
-class _Recomputed(torch.autograd.Function):
-    """Runs a chunk's loss without keeping its logits, and again in each backward pass."""
+def _recomputed(loss_fn: _ChunkLoss, hidden: torch.Tensor) -> torch.Tensor:
+    """Run a chunk's loss without keeping its logits, and again in each backward pass."""
+    if capture_of(loss_fn.head) is None:
+        return cast(torch.Tensor, checkpoint(loss_fn, hidden, use_reentrant=False))
+    # Makes the loss differentiable where the backbone is not trained.
+    anchor = torch.zeros((), requires_grad=True)
+    return cast(torch.Tensor, _Replayed.apply(hidden, anchor, loss_fn))  # type: ignore[no-untyped-call]
+
+
+class _Replayed(torch.autograd.Function):
+    """A checkpoint of a captured head, whose gradients all go to the engine."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, anchor: Any, loss_fn: _ChunkLoss) -> torch.Tensor:

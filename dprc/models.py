@@ -10,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dprc.packages import package_folder
@@ -136,6 +143,40 @@ def save_tiny_llama(preset: TinyLlama, folder: Path) -> None:
         },
         privacy=None,
     )
+
+
+def load_causal_lm(name_or_path: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a causal language model for checks: a preset, or a Hugging Face folder.
+
+    Args:
+        name_or_path: ``"smollm2-135m"`` (from its package), or a folder with a config.json. A
+            folder without weights gives a random model.
+        dtype: Of the parameters.
+
+    Raises:
+        ImportError: The preset's package is not installed.
+        FileNotFoundError: Neither a preset nor a folder with a config.json.
+    """
+    if name_or_path == "smollm2-135m":
+        file = _smollm2_file()
+        loaded = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
+        # Rebuilt, for a model that remembers its quantized origin cannot be saved.
+        settings = loaded.config.to_dict()
+        settings.pop("quantization_config", None)
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+        model.load_state_dict(loaded.state_dict())
+        return model.to(dtype)
+    folder = Path(name_or_path)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"--model: {name_or_path!r} is neither the preset smollm2-135m nor a folder with a "
+            "config.json"
+        )
+    if any(folder.glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).to(dtype)
 
 
 class MeanPooledClassifier(nn.Module):

@@ -73,6 +73,11 @@ class Site:
         """(module, parameter name, index) of parameters whose samples run one by one."""
         return ()
 
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Indices of the parameters captured here."""
+        return tuple(index for index in (self.weight, self.bias) if index is not None)
+
     def deliver(self, saved: torch.Tensor | None, grads: torch.Tensor) -> None:
         """Hand the factors of one use to the receiver."""
         grads = self.receiver.by_sample(self.path, grads)
@@ -271,6 +276,11 @@ class ElementwiseSite(Site):
 
     names: Mapping[str, int] | None = None  # parameter name -> index
 
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Indices of the vectors."""
+        return tuple((self.names or {}).values())
+
     def forward(self, module: Any, capture: Tapper, args: Any, kwargs: Any) -> torch.Tensor:
         """Run the module's own forward on one copy of each vector for each sample."""
         x = _sole_argument(args, kwargs)
@@ -309,6 +319,11 @@ class LoopSite(Site):
     def owners(self) -> tuple[tuple[nn.Module, str, int], ...]:
         """(module, parameter name, index) of all parameters inside."""
         return self.looped
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Indices of all parameters inside."""
+        return tuple(index for _, _, index in self.looped)
 
     def forward(self, module: Any, capture: Tapper, args: Any, kwargs: Any) -> Any:
         """Run the module's own forward once for each sample."""

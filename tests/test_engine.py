@@ -558,3 +558,45 @@ class TestRefusals:
         model.forward = lambda x: inner(x)
         with pytest.raises(dprc.PrivacyError, match="already replaced"):
             make_engine(model)
+
+
+class TestPlan:
+    def test_auto_takes_the_cheapest_for_the_declared_length(self):
+        def chosen(max_tokens):
+            model = zoo.build("llama")
+            engine = make_engine(model, estimator="auto", num_probes=5, max_tokens=max_tokens)
+            rows = {row["name"]: row["estimator"] for row in engine.plan()}
+            assert engine.law.num_probes in (None, 5)
+            return rows["model.layers.0.mlp.up_proj.weight"]  # 44 x 24
+
+        assert chosen(2) == "ghost"  # 2T²(d+p) < 2Tk(d+p) < 2Tdp
+        assert chosen(4096) == "hutchinson"
+        wide = make_engine(zoo.build("llama"), estimator="auto", num_probes=20, max_tokens=4096)
+        rows = {row["name"]: row["estimator"] for row in wide.plan()}
+        assert rows["model.layers.0.mlp.up_proj.weight"] == "exact"  # 20(24+44) > 24·44
+
+    def test_auto_needs_a_declared_length(self):
+        with pytest.raises(ValueError, match="max_tokens: estimator='auto'"):
+            make_engine(zoo.build("llama"), estimator="auto")
+        with pytest.raises(ValueError, match=r"max_tokens must be .* got 0"):
+            make_engine(zoo.build("llama"), estimator="auto", max_tokens=0)
+
+    def test_auto_clips_by_the_norms_it_reports(self):
+        model, inputs = zoo.build("llama"), zoo.batch()
+        truth = per_sample_gradients(model, zoo.losses(model, inputs))
+        engine = make_engine(model, estimator="auto", num_probes=5, max_tokens=100)
+        got = released_sum(engine, lambda e: e.backward(zoo.losses(model, inputs)))
+        assert_same(got, clipped_sum(truth, engine.squared_norms.sqrt(), BOUND))
+
+    def test_a_plan_names_every_parameter_once(self):
+        for name in zoo.MODELS | zoo.MORE_MODELS:
+            model = zoo.build(name)
+            engine = make_engine(model, estimator="hutchinson", num_probes=5)
+            rows = engine.plan()
+            assert [r["name"] for r in rows] == [
+                n for n, p in model.named_parameters() if p.requires_grad
+            ]
+            assert all(row["captured_as"] for row in rows)
+            engine.detach()
+        kinds = {row["name"]: row["captured_as"] for row in rows}  # vit
+        assert kinds["vit.embeddings.cls_token"] == "loop"
