@@ -26,8 +26,8 @@ from dprc.accounting.step import CurveFn
 
 # Relative excess of ε that the lattice may cause.
 DEFAULT_TOLERANCE = 1e-4
-# Twice the cells of a transform, at most: 64 MB for each array of them.
-_MAX_CELLS = 2**22
+# Cells of a transform, at most: 16 MB for each array of them.
+_MAX_CELLS = 2**21
 # An exported distribution is accurate at these δ.
 _EXPORT_DELTAS = (1e-2, 1e-5, 1e-8, 1e-11)
 # Mass declared infinite, as a share of δ.
@@ -184,7 +184,9 @@ class Composition:
         """
         error = self._tolerance * reference / self._steps
         low, high = window(coarse, self._counts, order)
-        return max(error, math.sqrt(12 * error / (1 + order)), (high - low) / _MAX_CELLS * 2)
+        # A rough answer gets by with shorter transforms.
+        cells = _MAX_CELLS if self._tolerance <= DEFAULT_TOLERANCE else _MAX_CELLS // 8
+        return max(error, math.sqrt(12 * error / (1 + order)), (high - low) / cells)
 
     def _compose(
         self,

@@ -199,7 +199,7 @@ def ratio_nodes(law: ScaleLaw) -> RatioNodes:
 
     Guarantee:
         For convex non-increasing φ ≥ 0 with φ ≤ 1 below the first node, Σ masses·φ(ratios) +
-        mass_at_zero ≥ E φ(R), floating-point error included (docs/theory.md, Lemma 5).
+        mass_at_zero ≥ E φ(R), floating-point error included (docs/theory.md, Lemma 7).
     """
     if law.num_probes is None:
         one = np.ones(1)

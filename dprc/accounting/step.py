@@ -208,7 +208,7 @@ def per_sample_curves(
     Source:
         docs/theory.md, Theorem 4: tests are thresholds t, since the likelihood ratio increases; the
         true-positive rate at each is bounded by convex order, and between the thresholds of a grid
-        by the curvature of the true curve (Lemma 4), which is closer than the staircase.
+        by the smoothness of the true curve (Lemma 5), which is closer than the staircase.
     """
     nodes = ratio_nodes(law)
     mu = 1.0 / (sigma * np.sqrt(nodes.ratios))
@@ -228,7 +228,7 @@ def per_sample_curves(
     eighth = step * step / 8.0
 
     # Between thresholds the true f rises above both by at most step²/8 of E[μ φ(μ−t)] ≤ φ(0) E μ
-    # (Lemma 4, bound a), or of its second derivative (bound b).
+    # (Lemma 5, bound a), or of its second derivative (bound b).
     drift = density(np.zeros(1)) * mean_mu * np.exp(step * (at + step)) * (1.0 + _TAIL_ERROR)
     # remove, b: |T''| ≤ (1+t²₊)T, and γ'Φ(−t) has second derivative γ'|t|φ(t).
     before = np.concatenate([[1.0], power[:-1]])
@@ -252,7 +252,8 @@ def per_sample_curves(
     # add, t ≥ 0: a or b again, or the staircase where the miss rate is too small for them.
     steady = drift[left:] < _MAX_CURVATURE
     miss_part = miss[left:] - eighth * np.where(steady, drift[left:], _MAX_CURVATURE)
-    coarse = miss_part < 0.99 * miss[left:]
+    # Once past the staircase, never back: each interval is covered by one or the other.
+    coarse = np.logical_or.accumulate((miss_part < 0.99 * miss[left:])[::-1])[::-1]
     stairs = np.concatenate([specificity[left + 1 :], [1.0]])
     bent = specificity[left:] + np.where(steady, 0.0, eighth * curvature[left:])
     high_part = np.where(coarse, stairs, bent)

@@ -18,7 +18,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "exact",
+        "everyone",
+        pytest.param("shared", marks=pytest.mark.slow),
+        pytest.param("per_sample", marks=pytest.mark.slow),
+    ],
+)
 def test_interval_contains_the_other_route(case):
     event, steps = CASES[case]
     accountant = Accountant()
@@ -54,6 +62,7 @@ def test_interval_contains_the_gaussian_truth(steps):
     assert interval.estimate == pytest.approx(exact, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_too_many_probes_leave_the_interval():
     event, steps = CASES["per_sample"]
     wrong = StepEvent(6.0, 0.05, ScaleLaw.chi2(28), "per_sample", "tight")
