@@ -205,8 +205,13 @@ def noise_multiplier(
     # The rough answer is corrected with the exact function, from the side that needs more noise.
     lowest_safe = math.inf
     highest_unsafe = 0.0
-    for _ in range(30):
+    previous = (0.0, math.inf)
+    for attempt in range(16):
         reached = spent(sigma)
+        if 0.0 < reached < math.inf and 0.0 < previous[1] < math.inf and sigma != previous[0]:
+            secant = math.log(reached / previous[1]) / math.log(previous[0] / sigma)
+            slope = min(max(secant, 0.2), 1e4)
+        previous = (sigma, reached)
         if reached <= target:
             lowest_safe = min(lowest_safe, sigma)
         else:
@@ -217,7 +222,8 @@ def noise_multiplier(
             return lowest_safe if reached > target else sigma
         growth = min(max(reached / target * (1 + 2e-4), 0.1), 10.0) ** (1.0 / slope)
         proposal = sigma * min(max(growth, 0.9), 1.1)
-        if not highest_unsafe < proposal < lowest_safe:
+        enclosed = highest_unsafe > 0.0 and lowest_safe < math.inf
+        if enclosed and (attempt >= 5 or not highest_unsafe < proposal < lowest_safe):
             proposal = math.sqrt(highest_unsafe * lowest_safe)
         sigma = proposal
     raise PrivacyError(f"no noise_multiplier found for epsilon={epsilon!r}, delta={delta!r}")

@@ -32,7 +32,7 @@ def test_impossible_laws_are_refused(kind, probes):
         ScaleLaw(kind, probes)
 
 
-@settings(derandomize=True, max_examples=40, deadline=None, database=None)
+@settings(derandomize=True, max_examples=20, deadline=None, database=None)
 @given(
     weights=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=3),
     ratio=st.floats(0.5, 2.0),
