@@ -15,7 +15,7 @@ def _small_model(monkeypatch):
 
 
 def test_every_mode_is_measured_and_its_norms_are_right(capsys):
-    words = ["compare-peers", "--tokens", "17", "--rounds", "1", "--no-memory", "--json"]
+    words = ["compare-peers", "--tokens", "41", "--rounds", "1", "--no-memory", "--json"]
     assert main([*words, "--modes", ",".join(peers.MODES)]) == 0
     rows = {row["mode"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert rows.keys() == peers.MODES.keys()
