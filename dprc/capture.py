@@ -62,6 +62,8 @@ class _CapturedForward:
     site: Site
     capture: "Capture"
 
+    # Compiled, the detached weight would become a graph input with a gradient of zeros.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.site.forward(self.module, self.capture, args, kwargs)
 

@@ -1,6 +1,7 @@
 """The engine against brute-force per-sample gradients in float64, and its refusals."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -302,6 +303,28 @@ class TestSurroundings:
                 released_sum(engine, lambda e, m=model: e.backward(zoo.losses(m, inputs)))
             )
         assert_same(results[1], results[0])
+
+    def test_offloaded_activations_change_nothing(self):
+        inputs, results = zoo.batch(), []
+        for offload in (False, True):
+            model = zoo.build("llama")
+            engine = make_engine(model, estimator="hutchinson", num_probes=5)
+
+            def backward(e, model=model, offload=offload):
+                with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
+                    values = zoo.losses(model, inputs)
+                e.backward(values)
+
+            results.append(released_sum(engine, backward))
+        assert_same(results[1], results[0], rtol=1e-12)
+
+    def test_a_compiled_model_is_right(self):
+        model, inputs = zoo.build("llama"), zoo.batch()
+        truth = per_sample_gradients(model, zoo.losses(model, inputs))
+        engine = make_engine(model)
+        compiled = torch.compile(model, backend="aot_eager")
+        got = released_sum(engine, lambda e: e.backward(zoo.losses(compiled, inputs)))
+        assert_same(got, clipped_sum(truth, squared_norms(truth).sqrt(), BOUND))
 
     def test_no_bound_and_no_noise_is_plain_training_bit_for_bit(self):
         inputs = zoo.batch(size=4)
