@@ -623,3 +623,49 @@ class TestPlan:
             engine.detach()
         kinds = {row["name"]: row["captured_as"] for row in rows}  # vit
         assert kinds["vit.embeddings.cls_token"] == "loop"
+
+
+class TestLawOfTheScale:
+    """A gradient of rank one: the estimate over the truth must be χ²_k/k, on the engine itself."""
+
+    K = 6
+
+    def ratios(self, sketch, micro_batches, steps=60):
+        """Return (steps, 32) ratios of estimated and true squared norms of one linear layer."""
+        model = nn.Linear(40, 30, bias=False).double()
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 40, generator=generator, dtype=torch.float64).repeat(32, 1)
+        truth = 30 * x.square().sum(1)  # the gradient of the sum of outputs is ones · xᵀ
+        options = {"estimator": "hutchinson", "num_probes": self.K, "sketch": sketch}
+        engine = make_engine(model, lr=0.0, **options)
+        rows = []
+        for _ in range(steps):
+            norms = []
+            for part in x.chunk(micro_batches):
+                engine.backward(model(part).sum(1))
+                norms.append(engine.squared_norms)
+            engine.step()
+            rows.append(torch.cat(norms) / truth)
+        return torch.stack(rows)
+
+    def test_per_sample_ratios_follow_chi_squared(self):
+        sample = self.K * self.ratios("per_sample", 1).flatten().numpy()
+        assert stats.kstest(sample, stats.chi2(self.K).cdf).pvalue > 1e-3
+        assert stats.kstest(sample, stats.chi2(self.K - 2).cdf).pvalue < 1e-6
+
+    def test_shared_ratios_follow_chi_squared_over_steps(self):
+        sample = self.K * self.ratios("shared", 1, steps=800)[:, 0].numpy()
+        assert stats.kstest(sample, stats.chi2(self.K).cdf).pvalue > 1e-3
+        assert stats.kstest(sample, stats.chi2(self.K - 2).cdf).pvalue < 1e-6
+
+    def test_per_sample_ratios_are_uncorrelated_across_samples_and_micro_batches(self):
+        ratios = self.ratios("per_sample", 4, steps=800)
+        correlation = torch.corrcoef(ratios.T) - torch.eye(32).double()
+        assert correlation.abs().max() < 5.5 / math.sqrt(800)  # of 496 pairs
+        shared = torch.corrcoef(self.ratios("shared", 4, steps=30).T)
+        assert shared.min() > 0.99, "these samples are equal, so a shared sketch treats them alike"
+
+    @pytest.mark.parametrize("sketch", ["shared", "per_sample"])
+    def test_ratios_do_not_depend_on_the_cut(self, sketch):
+        whole, ones = self.ratios(sketch, 1, steps=3), self.ratios(sketch, 32, steps=3)
+        torch.testing.assert_close(whole, ones, rtol=1e-12, atol=0)
