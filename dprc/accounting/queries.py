@@ -206,7 +206,7 @@ def noise_multiplier(
     lowest_safe = math.inf
     highest_unsafe = 0.0
     previous = (0.0, math.inf)
-    for attempt in range(16):
+    for attempt in range(18):
         reached = spent(sigma)
         if 0.0 < reached < math.inf and 0.0 < previous[1] < math.inf and sigma != previous[0]:
             secant = math.log(reached / previous[1]) / math.log(previous[0] / sigma)
@@ -220,8 +220,11 @@ def noise_multiplier(
             if highest_unsafe in refusals and lowest_safe <= highest_unsafe * 1.01:
                 raise refusals[highest_unsafe]
             return lowest_safe if reached > target else sigma
-        growth = min(max(reached / target * (1 + 2e-4), 0.1), 10.0) ** (1.0 / slope)
-        proposal = sigma * min(max(growth, 0.9), 1.1)
+        limit = 1.1 ** (attempt + 1)
+        growth = limit if reached > target else 1.0 / limit
+        if 0.0 < reached < math.inf:
+            growth = (reached / target * (1 + 2e-4)) ** (1.0 / slope)
+        proposal = sigma * min(max(growth, 1.0 / limit), limit)
         enclosed = highest_unsafe > 0.0 and lowest_safe < math.inf
         if enclosed and (attempt >= 5 or not highest_unsafe < proposal < lowest_safe):
             proposal = math.sqrt(highest_unsafe * lowest_safe)
