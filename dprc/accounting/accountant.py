@@ -96,7 +96,7 @@ class Accountant:
         delta = validate.delta(delta)
         answer: float = self._answer(
             ("epsilon", delta, tolerance),
-            lambda: max(c.epsilon(delta) for c in self._compositions(tolerance)),
+            lambda: max(float(c.epsilon(delta)) for c in self._compositions(tolerance)),
             nothing=0.0,
             everything=math.inf,
         )
@@ -116,7 +116,7 @@ class Accountant:
             raise ValueError(f"epsilon must be at least 0, got {epsilon!r}")
         answer: float = self._answer(
             ("delta", epsilon),
-            lambda: max(c.delta(epsilon) for c in self._compositions(DEFAULT_TOLERANCE)),
+            lambda: max(float(c.delta(epsilon)) for c in self._compositions(DEFAULT_TOLERANCE)),
             nothing=0.0,
             everything=1.0,
         )
@@ -134,7 +134,7 @@ class Accountant:
         upper = self.epsilon(delta)
         lower = self._answer(
             ("lower", delta),
-            lambda: prv.epsilon_interval(self._counts, delta).lower,
+            lambda: float(prv.epsilon_interval(self._counts, delta).lower),
             nothing=0.0,
             everything=math.inf,
         )
