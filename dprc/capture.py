@@ -158,7 +158,7 @@ class Capture:
         # Makes a tapped output differentiable where no input is; never gets a gradient itself.
         self._anchor = torch.zeros((), requires_grad=True)
         self._declared: set[int] = set()
-        self._calls = 0
+        self._calls, self._trains, self._recomputing = 0, False, False
         self._patched: list[tuple[nn.Module, str]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         try:
@@ -180,10 +180,10 @@ class Capture:
 
     def tap(self, output: torch.Tensor, saved: torch.Tensor | None, site: Site) -> torch.Tensor:
         """Pass an output through the tap of a site."""
+        if self._counts and site.weight is not None:
+            self.uses[site.weight] += 1
         if not torch.is_grad_enabled():
             return output
-        if site.weight is not None:
-            self.uses[site.weight] += 1
         saved = saved.detach() if saved is not None and site.saves_input else None
         tapped: torch.Tensor = _Tap.apply(output, saved, self._anchor, site)  # type: ignore[no-untyped-call]
         return tapped
@@ -201,6 +201,22 @@ class Capture:
         """Whether the parameter was used more than once, or is by declaration."""
         return parameter in self._declared or self.uses[parameter] > 1
 
+    @property
+    def _counts(self) -> bool:
+        if self._recomputing:
+            return False
+        # Within a model's call its caller's mode decides: a checkpoint runs without gradients.
+        return self._trains if self._calls else torch.is_grad_enabled()
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Count no uses: the backward pass runs, and forwards within it are recomputations."""
+        before, self._recomputing = self._recomputing, True
+        try:
+            yield
+        finally:
+            self._recomputing = before
+
     # --- called by losses -------------------------------------------------------------------------
 
     def declare_several_uses(self, module: nn.Module) -> None:
@@ -208,6 +224,16 @@ class Capture:
         weight = module._parameters.get("weight")
         if weight is not None and id(weight) in self._index:
             self._declared.add(self._index[id(weight)])
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count uses although the mode says that no gradient will follow."""
+        calls, trains = self._calls, self._trains
+        self._calls, self._trains = calls + 1, True
+        try:
+            yield
+        finally:
+            self._calls, self._trains = calls, trains
 
     @contextmanager
     def replayable(self, run_fn: Callable[[torch.Tensor], Any]) -> Iterator[None]:
@@ -303,6 +329,7 @@ class Capture:
         self._calls += 1
         if self._calls > 1:
             return
+        self._trains = torch.is_grad_enabled()
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 self.batch = value.shape[0]

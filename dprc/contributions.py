@@ -28,8 +28,13 @@ class Contribution(Protocol):
     def weighted(self, factors: torch.Tensor) -> "Contribution":  # factors (B,)
         """Return the contribution with each sample's gradient multiplied by its factor."""
 
-    def add_total_(self, total: torch.Tensor) -> None:
-        """Add the gradient summed over samples to ``total``, which has the parameter's shape."""
+    def add_total(self, total: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """Return ``total`` plus the gradient summed over samples, in place where there is a total.
+
+        Args:
+            total: Of the uses so far; None before the first.
+            like: The parameter, whose shape the total has.
+        """
 
 
 def _zero_rows(tensor: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
@@ -70,15 +75,18 @@ class MatrixUse:
             return MatrixUse(Use(left, _scale_rows(right, factors)))
         return MatrixUse(Use(_scale_rows(left, factors), right))
 
-    def add_total_(self, total: torch.Tensor) -> None:
+    def add_total(self, total: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Add leftᵀ right, summed over samples and tokens."""
-        right = self.use.right.flatten(0, 1).to(total.dtype)
+        dtype = work_dtype(like.dtype)
+        right = self.use.right.flatten(0, 1).to(dtype)
         if self.use.by_ids:
-            total.index_add_(0, self.use.left.flatten().long(), right)
-        else:
-            total.view(total.shape[0], -1).addmm_(
-                self.use.left.flatten(0, 1).to(total.dtype).t(), right
-            )
+            table = torch.zeros_like(like, dtype=dtype) if total is None else total
+            return table.index_add_(0, self.use.left.flatten().long(), right)
+        left = self.use.left.flatten(0, 1).to(dtype)
+        if total is None:
+            return torch.mm(left.t(), right).view(like.shape)
+        total.view(total.shape[0], -1).addmm_(left.t(), right)
+        return total
 
 
 @dataclass(frozen=True)
@@ -110,9 +118,10 @@ class VectorUse:
         """Return each sample's gradient, in the working dtype."""
         return self.grads.to(work_dtype(self.grads.dtype)).sum(1)
 
-    def add_total_(self, total: torch.Tensor) -> None:
+    def add_total(self, total: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Add the sum over samples and tokens."""
-        total.add_(self.grads.to(total.dtype).sum((0, 1)).view_as(total))
+        summed = self.grads.to(work_dtype(like.dtype)).sum((0, 1)).view(like.shape)
+        return summed if total is None else total.add_(summed)
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,7 @@ class SampleUse:
         weighted = self.grad.to(factors.dtype) * factors[self.sample]
         return SampleUse(weighted, self.sample, self.batch)
 
-    def add_total_(self, total: torch.Tensor) -> None:
+    def add_total(self, total: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Add the gradient."""
-        total.add_(self.grad.to(total.dtype))
+        grad = self.grad.to(work_dtype(like.dtype))
+        return grad.clone() if total is None else total.add_(grad)

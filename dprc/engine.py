@@ -16,7 +16,7 @@ from dprc.errors import PrivacyError
 from dprc.estimators import Estimator, work_dtype
 from dprc.noise import RandomStreams, add_gaussian_noise_
 from dprc.sampling import MapDataset, PoissonLoader
-from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, matrix_shape
+from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, Totals, matrix_shape
 from dprc.sites import EmbeddingSite
 from dprc.sketch import SketchSource
 
@@ -138,7 +138,7 @@ class PrivacyEngine:
             raise
         self.accountant = accounting.Accountant()
         self._max_steps: int | None = None
-        self._totals: list[torch.Tensor] | None = None
+        self._totals: Totals | None = None
         self._first_sample = 0  # index in the logical batch of the next micro-batch
         self._stepping = False
         self._squared_norms: torch.Tensor | None = None
@@ -268,7 +268,7 @@ class PrivacyEngine:
         )
         with torch.no_grad():
             for number, parameter in enumerate(self._capture.parameters):
-                total = totals[number]
+                total = totals.pop(number)
                 if self.noise_multiplier > 0:
                     add_gaussian_noise_(
                         total,
@@ -496,7 +496,7 @@ class PrivacyEngine:
         )
         shapes = [parameter.shape for parameter in self._capture.parameters]
         chosen = [self._estimator_of(index) for index in range(len(shapes))]
-        return NormPass(shapes, chosen, source, self._batch, keep=keep)
+        return NormPass(shapes, chosen, source, self._batch, uses=self._capture.uses, keep=keep)
 
     def _clip(
         self, losses: torch.Tensor, norms: dict[int, torch.Tensor]
@@ -518,19 +518,17 @@ class PrivacyEngine:
         self._excluded += int(excluded.sum())
         return factors, excluded
 
-    def _buffers(self) -> list[torch.Tensor]:
+    def _buffers(self) -> Totals:
         if self._totals is None:
-            self._totals = [
-                torch.zeros_like(parameter, dtype=work_dtype(parameter.dtype), requires_grad=False)
-                for parameter in self._capture.parameters
-            ]
+            self._totals = Totals([parameter.detach() for parameter in self._capture.parameters])
         return self._totals
 
     @contextmanager
     def _running(self, current: Pass) -> Iterator[None]:
         self._pass = current
         try:
-            yield
+            with self._capture.recomputing():
+                yield
         finally:
             self._pass = None
 

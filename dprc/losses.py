@@ -143,7 +143,8 @@ class _Replayed(torch.autograd.Function):
             torch.is_autocast_enabled(ctx.device),
             torch.get_autocast_dtype(ctx.device),
         )
-        with torch.no_grad():
+        capture = capture_of(loss_fn.head)
+        with torch.no_grad(), nullcontext() if capture is None else capture.counted():
             return loss_fn(hidden)
 
     @staticmethod

@@ -1,6 +1,6 @@
 """What the engine does with contributions during a backward pass: take norms, or form totals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,37 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     return shape[0], shape[1:].numel()
 
 
+class Totals:
+    """The clipped sums of one logical batch, made as gradients arrive.
+
+    Not before: while activations live, a buffer for every parameter would add to the peak.
+
+    Args:
+        parameters: The trained parameters.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._totals: dict[int, torch.Tensor] = {}
+
+    def add(self, parameter: int, contribution: Contribution) -> None:
+        """Add one use of one parameter."""
+        like = self._parameters[parameter]
+        with torch.no_grad(), full_precision(like.device):
+            total = self._totals.get(parameter)
+            self._totals[parameter] = contribution.add_total(total, like)
+
+    def pop(self, parameter: int) -> torch.Tensor:
+        """Take a parameter's sum out: zeros if it was not used."""
+        like = self._parameters[parameter]
+        total = self._totals.pop(parameter, None)
+        return torch.zeros_like(like, dtype=work_dtype(like.dtype)) if total is None else total
+
+    def items(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Return the sums there are: (index, sum)."""
+        return self._totals.items()
+
+
 class NormPass:
     """Adds up the squared norm of each sample's gradient over all parameters.
 
@@ -41,6 +72,8 @@ class NormPass:
             exactly.
         source: Of the sketches; the parameter's index is filled in.
         batch: Number of samples, B.
+        uses: How many uses of each parameter the forward pass saw: after the last one its norm is
+            taken, and what it needed is freed.
         keep: Whether contributions are kept for ``add_totals_`` (book-keeping).
 
     Attributes:
@@ -54,10 +87,13 @@ class NormPass:
         source: SketchSource,
         batch: int,
         *,
+        uses: Mapping[int, int],
         keep: bool,
     ) -> None:
         self._shapes, self._estimators, self._source = shapes, estimators, source
         self._batch, self._keep = batch, keep
+        self._missing = dict(uses)
+        self._norms: dict[int, torch.Tensor] = {}
         self._matrices: dict[int, Accumulation] = {}
         self._vectors: dict[int, torch.Tensor] = {}  # parameter -> (B, *shape)
         self._kept: list[tuple[int, Contribution]] = []
@@ -67,6 +103,9 @@ class NormPass:
         """Add one use to the parameter's norm."""
         if isinstance(contribution, MatrixUse):
             self._matrix(parameter).add_use(contribution.use)
+            self._missing[parameter] = self._missing.get(parameter, 0) - 1
+            if self._missing[parameter] == 0:
+                self._norms[parameter] = self._matrices.pop(parameter).finish()
         elif isinstance(contribution, VectorUse):
             # Summed before it is squared: a bias used twice has one gradient.
             grads = contribution.per_sample()
@@ -86,6 +125,11 @@ class NormPass:
             self.replays.append(replay)
 
     def _matrix(self, parameter: int) -> Accumulation:
+        if parameter in self._norms:
+            raise PrivacyError(
+                f"parameter {parameter}: the backward pass used it more often than the forward "
+                "pass. Compute the loss anew before each engine.backward()."
+            )
         if parameter not in self._matrices:
             estimator = self._estimators[parameter]
             if estimator is None:
@@ -98,18 +142,16 @@ class NormPass:
 
     def per_parameter(self) -> dict[int, torch.Tensor]:
         """Return the squared norms of each used parameter: index -> (B,)."""
-        norms = {index: matrix.finish() for index, matrix in self._matrices.items()}
+        norms = self._norms | {index: each.finish() for index, each in self._matrices.items()}
         for index, grads in self._vectors.items():
             norms[index] = grads.flatten(1).square().sum(1)
         return norms
 
-    def add_totals_(
-        self, totals: Sequence[torch.Tensor], factors: torch.Tensor, excluded: torch.Tensor
-    ) -> None:
+    def add_totals_(self, totals: Totals, factors: torch.Tensor, excluded: torch.Tensor) -> None:
         """Add the weighted sum of the kept contributions to the totals.
 
         Args:
-            totals: One buffer for each parameter.
+            totals: Of the logical batch.
             factors: (B,) clip factors.
             excluded: (B,) samples that contribute exactly zero.
         """
@@ -117,10 +159,9 @@ class NormPass:
         with torch.no_grad():
             while self._kept:  # freed one by one: the kept factors are the peak of book-keeping
                 parameter, contribution = self._kept.pop()
-                with full_precision(totals[parameter].device):
-                    if masks:
-                        contribution = contribution.masked(excluded)
-                    contribution.weighted(factors).add_total_(totals[parameter])
+                if masks:
+                    contribution = contribution.masked(excluded)
+                totals.add(parameter, contribution.weighted(factors))
 
 
 class IndependencePass:
@@ -148,11 +189,11 @@ class TotalPass:
     """Forms the sum over samples; the losses carry the clip factors already.
 
     Args:
-        totals: One buffer for each parameter.
+        totals: Of the logical batch.
         excluded: (B,) samples that contribute exactly zero.
     """
 
-    def __init__(self, totals: Sequence[torch.Tensor], excluded: torch.Tensor) -> None:
+    def __init__(self, totals: Totals, excluded: torch.Tensor) -> None:
         self._totals = totals
         self._excluded = excluded if bool(excluded.any()) else None
 
@@ -160,4 +201,4 @@ class TotalPass:
         """Add one use to the parameter's total."""
         if self._excluded is not None:
             contribution = contribution.masked(self._excluded)
-        contribution.add_total_(self._totals[parameter])
+        self._totals.add(parameter, contribution)

@@ -30,8 +30,8 @@ def test_every_mode_is_measured_and_its_norms_are_right(capsys):
 
 
 def test_memory_is_that_of_a_step_over_the_model():
-    small, large = (peers._peak_bytes("nonprivate", tokens) for tokens in (16, 512))
-    activations = 2 * 4 * 496 * peers.VOCABULARY * peers.BATCH  # logits and their gradient
+    small, large = (peers._peak_bytes("nonprivate", tokens) for tokens in (256, 768))
+    activations = 2 * 4 * 512 * peers.VOCABULARY * peers.BATCH  # logits and their gradient
     assert large - small > 0.5 * activations
 
 

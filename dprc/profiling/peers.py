@@ -6,7 +6,6 @@ the peak resident size over that of the model, each mode in a process of its own
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,18 +210,21 @@ def _peak_bytes(mode: str, tokens: int) -> int:
     return int(json.loads(done.stdout)["peak_bytes"])
 
 
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as handle:
-        return int(handle.read().split()[1]) * resource.getpagesize()
+def _status_bytes(field: str) -> int:
+    """Read a size of this process from Linux, VmRSS (now) or VmHWM (peak)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    line = next(line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
 
 
 def _measure_own_peak(mode: str, tokens: int) -> int:
     ids = make_batch(tokens)
     step = make_step(MODES[mode], build_model(), ids)
-    before = _resident_bytes()
-    for _ in range(2):
-        step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    step()  # what is loaded at first use is no memory of a step
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+    step()
+    return _status_bytes("VmHWM") - before
 
 
 if __name__ == "__main__":
