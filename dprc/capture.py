@@ -34,7 +34,8 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *output_grads: torch.Tensor) -> Any:
-        (grads,) = output_grads
+        # Contiguous once, for whoever reads it here and for the layer's own backward.
+        grads = output_grads[0].contiguous()
         saved = ctx.saved_tensors  # once: checkpointing recomputes at each access
         ctx.site.deliver(saved[0] if saved else None, grads)
         return grads, None, None, None

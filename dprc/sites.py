@@ -237,7 +237,8 @@ class ScaleSite(Site):
     """A norm layer: output = scale ⊙ normalised (+ bias), with the scale on the last axis.
 
     Args:
-        normalise_fn: (module, args, kwargs) -> normalised input, without scale and bias.
+        normalise_fn: (module, args, kwargs) -> normalised input, without scale and bias. None runs
+            the module's own forward and taps its product with the weight.
     """
 
     normalise_fn: Callable[[Any, Any, Any], torch.Tensor] | None = None
@@ -248,8 +249,13 @@ class ScaleSite(Site):
 
     def forward(self, module: Any, capture: Tapper, args: Any, kwargs: Any) -> torch.Tensor:
         """Normalise, scale and shift."""
-        normalise_fn = self.normalise_fn or _with_unit_weight
-        normalised = normalise_fn(module, args, kwargs)
+        if self.normalise_fn is None:
+
+            def multiply(weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+                return capture.tap(weight * other, other, self)
+
+            return _with_factor(module, multiply, args, kwargs)
+        normalised = self.normalise_fn(module, args, kwargs)
         weight, bias = _detached(module, "weight"), _detached(module, "bias")
         output = normalised if weight is None else weight * normalised
         return capture.tap(output if bias is None else output + bias, normalised, self)
@@ -264,10 +270,38 @@ def _rms_norm(module: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return F.rms_norm(_sole_argument(args, kwargs), module.normalized_shape, None, module.eps)
 
 
-def _with_unit_weight(module: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    with shadowed(module, {"weight": torch.ones_like(module._parameters["weight"])}):
-        normalised: torch.Tensor = type(module).forward(module, *args, **kwargs)
-    return normalised
+class _Factor(torch.Tensor):
+    """A weight that may only be multiplied with: the product goes through ``multiply_fn``."""
+
+    multiply_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS and len(args) == 2 and not kwargs:
+            factor, other = args if isinstance(args[0], cls) else reversed(args)
+            if isinstance(factor, cls) and not isinstance(other, cls):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return factor.__dict__["multiply_fn"](factor.as_subclass(torch.Tensor), other)
+        if getattr(func, "__name__", "") == "__get__":  # shape, dtype, device
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise TypeError(f"the weight of a norm layer met {func}, not a product")
+
+
+_PRODUCTS = (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
+
+
+def _with_factor(
+    module: Any,
+    multiply_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    args: Any,
+    kwargs: Any,
+) -> torch.Tensor:
+    """Run the module's own forward, its product with the weight replaced."""
+    factor = _weight(module).as_subclass(_Factor)
+    factor.__dict__["multiply_fn"] = multiply_fn
+    with shadowed(module, {"weight": factor}):
+        output: torch.Tensor = type(module).forward(module, *args, **kwargs)
+    return output
 
 
 @dataclass(frozen=True)
@@ -467,7 +501,7 @@ def _is_transposed_linear(module: nn.Module) -> bool:
 
 
 def _is_scaling(module: nn.Module) -> bool:
-    """Ask the module whether its output is its weight times what weight 1 gives.
+    """Ask the module whether its output is the product of its weight with something.
 
     True for the RMSNorm classes of transformers' Llama, Mistral, Qwen and their kin, whatever
     their names; the comparison is bitwise.
@@ -476,15 +510,19 @@ def _is_scaling(module: nn.Module) -> bool:
     if weight is None or weight.dim() != 1:
         return False
     x = _probe((2, 3, weight.shape[0]), weight)
-    scale = 1 + _probe(tuple(weight.shape), weight).abs()
+    products: list[torch.Tensor] = []
+
+    def multiply(factor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        products.append(factor * other)
+        return products[-1]
+
     try:
         with torch.no_grad():
-            with shadowed(module, {"weight": scale}):
-                scaled = type(module).forward(module, x)
-            normalised = _with_unit_weight(module, (x,), {})
-            return torch.equal(scaled, scale * normalised)
+            output = _with_factor(module, multiply, (x,), {})
+            plain = type(module).forward(module, x)
     except _NOT_THIS_KIND:
         return False
+    return len(products) == 1 and output is products[0] and torch.equal(output, plain)
 
 
 def _is_elementwise(module: nn.Module, own: Mapping[str, int]) -> bool:
