@@ -16,6 +16,7 @@ setup: $(STAMP)
 
 $(STAMP): envs/requirements.lock envs/requirements-data.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet pip==26.3
 	$(BIN)/python -m pip install --quiet -r envs/requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps -r envs/requirements-data.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .

@@ -27,6 +27,10 @@ def add_parsers(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     calibrate.add_argument(
         "--compare", action="store_true", help="also compare probes, sketches and analyses"
     )
+    calibrate.add_argument(
+        "--layers", metavar="INxOUT", help="with --compare, their work: e.g. 2048x8192,8192x2048"
+    )
+    calibrate.add_argument("--tokens", type=int, metavar="T", help="per sample, with --layers")
     calibrate.set_defaults(run=run_calibrate)
 
     epsilon = subparsers.add_parser(
@@ -82,10 +86,12 @@ def run_calibrate(args: argparse.Namespace) -> None:
             delta=args.delta,
             sample_rate=settings["sample_rate"],
             steps=settings["steps"],
+            layers=_layers(args),
         )
+        chosen = planner.recommend(options)
         answer["options"] = [option.as_dict() for option in options]
-        answer["recommendation"] = planner.recommend(options).as_dict()
-        lines += ["", planner.format_table(options)]
+        answer["recommendation"] = chosen.as_dict()
+        lines += ["", planner.format_table(options), "", f"recommended: {_in_words(chosen)}"]
     _report(args, answer, lines, target_epsilon=args.epsilon, sigma=sigma, settings=settings)
 
 
@@ -130,6 +136,29 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "sketch": args.sketch,
         "analysis": args.analysis,
     }
+
+
+def _layers(args: argparse.Namespace) -> list[Any]:
+    """The layer shapes whose work is compared; none if none is given."""
+    from dprc.accounting.planner import LayerShape
+
+    if args.layers is None and args.tokens is None:
+        return []
+    if args.layers is None or args.tokens is None:
+        raise ValueError("--layers and --tokens: give both, or neither")
+    shapes = []
+    for layer in args.layers.split(","):
+        parts = layer.split("x")
+        if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+            raise ValueError(f"--layers: each must be INxOUT, got {layer!r}")
+        shapes.append(LayerShape(args.tokens, int(parts[0]), int(parts[1])))
+    return shapes
+
+
+def _in_words(option: Any) -> str:
+    if option.num_probes is None:
+        return "exact"
+    return f"{option.estimator}, {option.num_probes} probes, {option.sketch}, {option.analysis}"
 
 
 def _schedule(args: argparse.Namespace) -> tuple[float, int]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -132,3 +133,26 @@ def test_compare_prints_the_table(capsys, monkeypatch, options):
     table = capsys.readouterr().out
     assert "per_sample" in table
     assert "envelope" in table
+
+
+def test_compare_counts_the_work_of_the_given_layers(capsys, monkeypatch):
+    monkeypatch.setattr(planner, "compare", partial(planner.compare, probes=(32,), envelope=False))
+    words = ["--compare", "--estimator", "exact", "--layers", "64x32", "--tokens", "10", "--json"]
+    run("calibrate", "--epsilon", "2", *SCHEDULE, *words)
+    answer = json.loads(capsys.readouterr().out)
+    work = {option["estimator"]: option["norm_flops"] for option in answer["options"]}
+    assert work == {"exact": 2 * 10 * 64 * 32, "hutchinson": 2 * 10 * 32 * (64 + 32)}
+    assert answer["recommendation"]["estimator"] == "exact"  # cheaper, at so narrow a layer
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "64x32"], "--layers and --tokens: give both"),
+        (["--layers", "64", "--tokens", "10"], "--layers: each must be INxOUT, got '64'"),
+        (["--layers", "64x32", "--tokens", "0"], "tokens must be an int of at least 1, got 0"),
+    ],
+)
+def test_bad_layers_are_named(words, message):
+    with pytest.raises(ValueError, match=message):
+        run("calibrate", "--epsilon", "2", *SCHEDULE, "--compare", "--estimator", "exact", *words)
