@@ -140,7 +140,7 @@ class PrivacyEngine:
         self._max_steps: int | None = None
         self._totals: Totals | None = None
         self._first_sample = 0  # index in the logical batch of the next micro-batch
-        self._stepping = False
+        self._stepping = self._incomplete = False
         self._squared_norms: torch.Tensor | None = None
         self._by_parameter: dict[int, torch.Tensor] = {}
         self._clipped = self._excluded = 0
@@ -221,6 +221,7 @@ class PrivacyEngine:
             TypeError: Not a tensor.
             ValueError: A loss that depends on no parameter.
         """
+        self._refuse_incomplete()
         _check_losses(losses)
         self._batch = losses.shape[0]
         if self._batch == 0:
@@ -233,14 +234,17 @@ class PrivacyEngine:
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=two_pass)
         factors, excluded = self._clip(losses.detach(), norms.per_parameter())
         totals = self._buffers()
-        if two_pass:
-            with self._running(TotalPass(totals, excluded)):
-                torch.autograd.backward(losses, factors.to(losses.dtype))
-        else:
-            norms.add_totals_(totals, factors, excluded)
-            with self._running(TotalPass(totals, excluded)):
+        # From here on the samples are partly in the sum: taking them again would count them twice.
+        self._incomplete = True
+        weights = factors.to(losses.dtype)
+        with self._running(TotalPass(totals, excluded)):
+            if two_pass:
+                torch.autograd.backward(losses, weights)
+            else:
+                norms.add_totals_(totals, factors, excluded)
                 for replay in norms.replays:
-                    replay(factors.to(losses.dtype))
+                    replay(weights)
+        self._incomplete = False
         self._first_sample += self._batch
         self._capture.uses.clear()
 
@@ -252,6 +256,7 @@ class PrivacyEngine:
         Raises:
             PrivacyError: More steps than ``with_epsilon`` calibrated for.
         """
+        self._refuse_incomplete()
         if self._max_steps is not None and self.accountant.steps >= self._max_steps:
             raise PrivacyError(
                 f"step: noise was calibrated for {self._max_steps} steps, and all are taken. "
@@ -406,7 +411,7 @@ class PrivacyEngine:
         self._streams = RandomStreams.from_state_dict(state["streams"])
         self._max_steps = state["max_steps"]
         self._clipped, self._excluded = state["clipped_samples"], state["excluded_samples"]
-        self._totals, self._first_sample = None, 0
+        self._totals, self._first_sample, self._incomplete = None, 0, False
 
     def detach(self) -> None:
         """Give model and optimizer back as they were."""
@@ -531,6 +536,14 @@ class PrivacyEngine:
                 yield
         finally:
             self._pass = None
+
+    def _refuse_incomplete(self) -> None:
+        if self._incomplete:
+            raise PrivacyError(
+                "an earlier backward() failed while gradients were being summed (out of memory, for "
+                "one), so some samples are partly in the sum. Continue from a saved state with "
+                "load_state_dict()."
+            )
 
     def _refuse_foreign_step(self, *_: Any) -> None:
         if not self._stepping:

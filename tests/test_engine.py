@@ -11,6 +11,7 @@ from torch import nn
 import dprc
 from dprc import estimators
 from dprc.engine import SLACK
+from dprc.schedules import Totals
 from tests import zoo
 from tests.truth import clipped_sum, per_sample_gradients, squared_norms
 
@@ -423,6 +424,28 @@ class TestState:
         assert resumed.accountant.steps == 1
         again = released_sum(resumed, lambda e: e.backward(zoo.losses(other, inputs)))
         assert_same(again, straight, rtol=1e-12)
+
+    @pytest.mark.parametrize("schedule", ["two_pass", "book_keeping"])
+    def test_after_a_sum_that_failed_midway_only_a_saved_state_goes_on(self, schedule, monkeypatch):
+        model, inputs = zoo.build("llama"), zoo.batch()
+        engine = make_engine(model, schedule=schedule)
+        saved = engine.state_dict()
+        calls = []
+
+        def fails(self, parameter, contribution):
+            calls.append(parameter)
+            if len(calls) == 5:
+                raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+            patch.setattr(Totals, "add", fails)
+            engine.backward(zoo.losses(model, inputs))
+        for attempt in (lambda: engine.backward(zoo.losses(model, inputs)), engine.step):
+            with pytest.raises(dprc.PrivacyError, match="partly in the sum"):
+                attempt()
+        engine.load_state_dict(saved)
+        engine.backward(zoo.losses(model, inputs))
+        engine.step()
 
     def test_state_in_the_middle_of_a_batch_is_refused(self):
         model = zoo.build("llama")
