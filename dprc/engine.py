@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dprc import accounting, estimators
+from dprc import accounting, arguments, estimators
 from dprc.accounting import validate
 from dprc.capture import Capture
 from dprc.contributions import Contribution
@@ -105,19 +105,19 @@ class PrivacyEngine:
     ) -> None:
         self.noise_multiplier = validate.noise_multiplier(noise_multiplier, allow_zero=True)
         self.sample_rate = validate.sample_rate(sample_rate)
-        self.max_grad_norm = _max_grad_norm(max_grad_norm, self.noise_multiplier)
+        self.max_grad_norm = arguments.clipping_bound(max_grad_norm, self.noise_multiplier)
         self.expected_batch_size = validate.real("expected_batch_size", expected_batch_size)
         if self.expected_batch_size <= 0:
             raise ValueError(f"expected_batch_size must be above 0, got {expected_batch_size!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.schedule, self.analysis = schedule, analysis
-        self._max_tokens = _declared_tokens(estimator, max_tokens)
-        self.estimator = _estimator(estimator, num_probes, sketch, head_rank)
+        self._max_tokens = arguments.declared_tokens(estimator, max_tokens)
+        self.estimator = arguments.chosen_estimator(estimator, num_probes, sketch, head_rank)
         self.sketch: str = getattr(self.estimator, "sketch", sketch)
 
         self.model, self.optimizer = model, optimizer
-        _check_optimizer(model, optimizer)
+        arguments.check_optimizer(model, optimizer)
         self._pass: Pass | None = None
         self._batch = 0
         self._slack = 0.0
@@ -222,7 +222,7 @@ class PrivacyEngine:
             ValueError: A loss that depends on no parameter.
         """
         self._refuse_incomplete()
-        _check_losses(losses)
+        arguments.check_losses(losses)
         self._batch = losses.shape[0]
         if self._batch == 0:
             return
@@ -540,9 +540,9 @@ class PrivacyEngine:
     def _refuse_incomplete(self) -> None:
         if self._incomplete:
             raise PrivacyError(
-                "an earlier backward() failed while gradients were being summed (out of memory, for "
-                "one), so some samples are partly in the sum. Continue from a saved state with "
-                "load_state_dict()."
+                "an earlier backward() failed while gradients were being summed (out of memory, "
+                "for one), so some samples are partly in the sum. Continue from a saved state "
+                "with load_state_dict()."
             )
 
     def _refuse_foreign_step(self, *_: Any) -> None:
@@ -551,79 +551,3 @@ class PrivacyEngine:
                 "optimizer.step() was called directly, which would apply a gradient without "
                 "noise or accounting. Call engine.step()."
             )
-
-
-def _max_grad_norm(value: object, noise_multiplier: float) -> float:
-    if isinstance(value, (int, float)) and math.isinf(value) and value > 0:
-        if noise_multiplier > 0:
-            raise PrivacyError(
-                "max_grad_norm: an infinite bound needs infinite noise; give a finite one, or "
-                "noise_multiplier=0 for training without privacy"
-            )
-        return float(value)
-    number = validate.real("max_grad_norm", value)
-    if number <= 0:
-        raise ValueError(f"max_grad_norm must be above 0, got {value!r}")
-    return number
-
-
-def _declared_tokens(estimator: object, max_tokens: int | None) -> int | None:
-    """Return the declared length if the choice of estimators depends on it."""
-    if max_tokens is not None:
-        validate.positive_int("max_tokens", max_tokens)
-    if estimator != "auto":
-        return None
-    if max_tokens is None:
-        raise ValueError("max_tokens: estimator='auto' chooses by the declared length; give it")
-    return max_tokens
-
-
-def _estimator(
-    estimator: str | Estimator, num_probes: int, sketch: str, head_rank: int | None
-) -> Estimator:
-    if isinstance(estimator, str):
-        name = "hutchinson" if estimator == "auto" else estimator
-        return estimators.get(name, num_probes=num_probes, sketch=sketch, head_rank=head_rank)
-    if not isinstance(estimator, Estimator):
-        raise TypeError(f"estimator: must be a name or an Estimator, got {estimator!r}")
-    if (num_probes, sketch, head_rank) != (32, "per_sample", None):
-        raise ValueError(
-            "estimator: an Estimator brings its own num_probes, sketch and head_rank; leave "
-            f"them out, got {num_probes!r}, {sketch!r}, {head_rank!r}"
-        )
-    return estimator
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    missing = [name for key, name in trained.items() if key not in set(held)]
-    if missing:
-        raise PrivacyError(
-            f"optimizer: does not hold the trained parameter {missing[0]!r} (of {len(missing)} "
-            "missing), which would never learn. Make the optimizer from the model's trained "
-            "parameters, or freeze it."
-        )
-    if len(held) > len(trained):
-        raise PrivacyError(
-            f"optimizer: holds {len(held) - len(trained)} parameters that are not trained "
-            "parameters of the model (another model's, or frozen ones). Give it only those with "
-            "requires_grad."
-        )
-
-
-def _check_losses(losses: object) -> None:
-    if not isinstance(losses, torch.Tensor):
-        raise TypeError(f"losses: must be a tensor of shape (batch,), got {type(losses).__name__}")
-    if losses.dim() != 1:
-        meaning = (
-            "a mean or sum over the batch hides each sample's gradient"
-            if losses.dim() == 0
-            else "each sample needs one loss, its tokens' mean for instance"
-        )
-        raise PrivacyError(
-            f"losses: must have shape (batch,), got {tuple(losses.shape)}: {meaning}. Use "
-            "dprc.losses, or reduction='none'."
-        )
-    if losses.shape[0] > 0 and not losses.requires_grad:
-        raise ValueError("losses: depend on no trained parameter (was the model run in no_grad?)")

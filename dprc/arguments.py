@@ -1,0 +1,91 @@
+"""What a ``PrivacyEngine`` accepts; the messages name the argument, its value and the way out."""
+
+import math
+
+import torch
+from torch import nn
+
+from dprc import estimators
+from dprc.accounting import validate
+from dprc.errors import PrivacyError
+from dprc.estimators import Estimator
+
+
+def clipping_bound(value: object, noise_multiplier: float) -> float:
+    """Return max_grad_norm: positive, and finite where there is noise."""
+    if isinstance(value, (int, float)) and math.isinf(value) and value > 0:
+        if noise_multiplier > 0:
+            raise PrivacyError(
+                "max_grad_norm: an infinite bound needs infinite noise; give a finite one, or "
+                "noise_multiplier=0 for training without privacy"
+            )
+        return float(value)
+    number = validate.real("max_grad_norm", value)
+    if number <= 0:
+        raise ValueError(f"max_grad_norm must be above 0, got {value!r}")
+    return number
+
+
+def declared_tokens(estimator: object, max_tokens: int | None) -> int | None:
+    """Return the declared length if the choice of estimators depends on it."""
+    if max_tokens is not None:
+        validate.positive_int("max_tokens", max_tokens)
+    if estimator != "auto":
+        return None
+    if max_tokens is None:
+        raise ValueError("max_tokens: estimator='auto' chooses by the declared length; give it")
+    return max_tokens
+
+
+def chosen_estimator(
+    estimator: str | Estimator, num_probes: int, sketch: str, head_rank: int | None
+) -> Estimator:
+    """Return the estimator that a name and options, or an object without options, stand for."""
+    if isinstance(estimator, str):
+        name = "hutchinson" if estimator == "auto" else estimator
+        return estimators.get(name, num_probes=num_probes, sketch=sketch, head_rank=head_rank)
+    if not isinstance(estimator, Estimator):
+        raise TypeError(f"estimator: must be a name or an Estimator, got {estimator!r}")
+    if (num_probes, sketch, head_rank) != (32, "per_sample", None):
+        raise ValueError(
+            "estimator: an Estimator brings its own num_probes, sketch and head_rank; leave "
+            f"them out, got {num_probes!r}, {sketch!r}, {head_rank!r}"
+        )
+    return estimator
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that does not hold exactly the trained parameters, by identity."""
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    missing = [name for key, name in trained.items() if key not in set(held)]
+    if missing:
+        raise PrivacyError(
+            f"optimizer: does not hold the trained parameter {missing[0]!r} (of {len(missing)} "
+            "missing), which would never learn. Make the optimizer from the model's trained "
+            "parameters, or freeze it."
+        )
+    if len(held) > len(trained):
+        raise PrivacyError(
+            f"optimizer: holds {len(held) - len(trained)} parameters that are not trained "
+            "parameters of the model (another model's, or frozen ones). Give it only those with "
+            "requires_grad."
+        )
+
+
+def check_losses(losses: object) -> None:
+    """Refuse what is not one differentiable loss for each sample."""
+    if not isinstance(losses, torch.Tensor):
+        raise TypeError(f"losses: must be a tensor of shape (batch,), got {type(losses).__name__}")
+    if losses.dim() != 1:
+        meaning = (
+            "a mean or sum over the batch hides each sample's gradient"
+            if losses.dim() == 0
+            else "each sample needs one loss, its tokens' mean for instance"
+        )
+        raise PrivacyError(
+            f"losses: must have shape (batch,), got {tuple(losses.shape)}: {meaning}. Use "
+            "dprc.losses, or reduction='none'."
+        )
+    if losses.shape[0] > 0 and not losses.requires_grad:
+        raise ValueError("losses: depend on no trained parameter (was the model run in no_grad?)")
