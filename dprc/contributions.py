@@ -11,6 +11,11 @@ import torch
 from dprc.estimators import Use, work_dtype
 
 
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Return rows and columns of a parameter; a convolution's patch is one row of columns."""
+    return shape[0], shape[1:].numel()
+
+
 class Contribution(Protocol):
     """What one use of a parameter in one micro-batch knows of its gradient."""
 

@@ -8,16 +8,16 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dprc import accounting, arguments, estimators
+from dprc import accounting, arguments
 from dprc.accounting import validate
 from dprc.capture import Capture
 from dprc.contributions import Contribution
 from dprc.errors import PrivacyError
 from dprc.estimators import Estimator, work_dtype
 from dprc.noise import RandomStreams, add_gaussian_noise_
+from dprc.planning import NormPlan
 from dprc.sampling import MapDataset, PoissonLoader
-from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, Totals, matrix_shape
-from dprc.sites import EmbeddingSite
+from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, Totals
 from dprc.sketch import SketchSource
 
 SCHEDULES = ("two_pass", "book_keeping")
@@ -112,7 +112,7 @@ class PrivacyEngine:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.schedule, self.analysis = schedule, analysis
-        self._max_tokens = arguments.declared_tokens(estimator, max_tokens)
+        declared = arguments.declared_tokens(estimator, max_tokens)
         self.estimator = arguments.chosen_estimator(estimator, num_probes, sketch, head_rank)
         self.sketch: str = getattr(self.estimator, "sketch", sketch)
 
@@ -124,11 +124,8 @@ class PrivacyEngine:
         self._checked = False
         self._capture = Capture(model, self)
         try:
-            self._estimators = self._plan()
-            self.law = accounting.combine_laws(
-                estimators.Exact().scale_law() if chosen is None else chosen.scale_law()
-                for chosen in self._estimators
-            )
+            self._plan = NormPlan(self._capture, self.estimator, self.sketch, declared)
+            self.law = self._plan.law()
             validate.sketch_and_analysis(self.sketch, analysis, self.law)
             if self.noise_multiplier > 0:
                 self.law.require_private()
@@ -363,29 +360,8 @@ class PrivacyEngine:
         return self._streams.releasable
 
     def plan(self) -> list[dict[str, Any]]:
-        """Return how each trained parameter is treated, one row for each.
-
-        Returns:
-            Rows with ``name``, ``shape``, ``captured_as`` (the kinds of modules that use it) and
-            ``estimator`` of its norm.
-        """
-        rows = []
-        for index, name in enumerate(self._capture.names):
-            kinds = {
-                type(site).__name__.removesuffix("Site").lower()
-                for site in self._capture.sites
-                if index in site.parameters
-            }
-            planned = self._estimator_of(index)
-            rows.append(
-                {
-                    "name": name,
-                    "shape": list(self._capture.parameters[index].shape),
-                    "captured_as": "+".join(sorted(kinds)),
-                    "estimator": "exact" if planned is None else planned.name,
-                }
-            )
-        return rows
+        """Return how each trained parameter is treated: see ``NormPlan.rows``."""
+        return self._plan.rows()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -452,36 +428,6 @@ class PrivacyEngine:
 
     # --- internals --------------------------------------------------------------------------------
 
-    def _plan(self) -> list[Estimator | None]:
-        """Choose each parameter's estimator, from the model alone: never from the data."""
-        chosen: list[Estimator | None] = []
-        for index, parameter in enumerate(self._capture.parameters):
-            sites = [site for site in self._capture.sites if site.weight == index]
-            if not sites or parameter.dim() < 2:
-                chosen.append(None)  # a vector, or looped over: each sample's gradient is formed
-                continue
-            only_ids = all(isinstance(site, EmbeddingSite) for site in sites)
-            shape = matrix_shape(parameter.shape)
-            probes = getattr(self.estimator, "num_probes", 0)
-            if self.estimator.randomized and (only_ids or min(shape) <= probes):
-                # Exact is cheaper here, and an exact share only helps the guarantee.
-                chosen.append(estimators.Exact())
-            elif self._max_tokens is not None:
-                candidates = [estimators.Exact(), estimators.Ghost(), self.estimator]
-                costs = [each.flops(1, self._max_tokens, *shape) for each in candidates]
-                chosen.append(candidates[costs.index(min(costs))])
-            else:
-                chosen.append(self.estimator)
-        return chosen
-
-    def _estimator_of(self, parameter: int) -> Estimator | None:
-        """Return the planned estimator, or one that can take several uses if there were several."""
-        planned = self._estimators[parameter]
-        if planned is None or planned.linear or not self._capture.has_several_uses(parameter):
-            return planned
-        # The sketches of uses add up, which a head's do not; the law of the ratio is the same.
-        return estimators.Hutchinson(getattr(planned, "num_probes", 32), self.sketch)
-
     def _check_independence(self, losses: torch.Tensor) -> None:
         """Check once, on the first batch, that a sample's loss reaches no other sample's rows.
 
@@ -500,7 +446,7 @@ class PrivacyEngine:
             first_sample=self._first_sample,
         )
         shapes = [parameter.shape for parameter in self._capture.parameters]
-        chosen = [self._estimator_of(index) for index in range(len(shapes))]
+        chosen = [self._plan.estimator_of(index) for index in range(len(shapes))]
         return NormPass(shapes, chosen, source, self._batch, uses=self._capture.uses, keep=keep)
 
     def _clip(

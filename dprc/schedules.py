@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dprc.contributions import Contribution, MatrixUse, SampleUse, VectorUse
+from dprc.contributions import Contribution, MatrixUse, SampleUse, VectorUse, matrix_shape
 from dprc.errors import PrivacyError
 from dprc.estimators import Accumulation, Estimator, full_precision, work_dtype
 from dprc.sketch import SketchSource
@@ -25,11 +25,6 @@ class Pass(Protocol):
             replay: Delivers the use again with each sample's gradient multiplied by a factor; None
                 where only keeping it will do.
         """
-
-
-def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return rows and columns of a parameter; a convolution's patch is one row of columns."""
-    return shape[0], shape[1:].numel()
 
 
 class Totals:

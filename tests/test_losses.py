@@ -106,7 +106,7 @@ class TestCausalLm:
         head = engine._capture.names.index("lm_head.weight")
         for chunk in (1024, 2):
             losses.causal_lm_loss(model, causal_batch(), chunk)
-            assert isinstance(engine._estimator_of(head), estimators.Hutchinson)
+            assert isinstance(engine._plan.estimator_of(head), estimators.Hutchinson)
 
     def test_a_sample_without_labels_has_loss_zero(self):
         batch = causal_batch()
