@@ -1,6 +1,7 @@
 """What a ``PrivacyEngine`` accepts; the messages name the argument, its value and the way out."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -71,6 +72,30 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "parameters of the model (another model's, or frozen ones). Give it only those with "
             "requires_grad."
         )
+
+
+def check_unchanged(
+    model: nn.Module, optimizer: torch.optim.Optimizer, captured: Sequence[nn.Parameter]
+) -> None:
+    """Refuse a model or optimizer whose trained parameters are not those that were captured."""
+    known = {id(parameter) for parameter in captured}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise PrivacyError(
+                f"{name}: became a trained parameter (unfrozen, or replaced) after the engine took "
+                "the model, so its gradient is not clipped. Make a new engine."
+            )
+    if {id(p) for group in optimizer.param_groups for p in group["params"]} != known:
+        raise PrivacyError(
+            "optimizer: holds other parameters than when the engine took it. Make a new engine."
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+        if processes > 1:
+            raise PrivacyError(
+                f"torch.distributed: runs {processes} processes, whose sums are not added up here. "
+                "Train in one process."
+            )
 
 
 def check_losses(losses: object) -> None:

@@ -30,7 +30,7 @@ class _Tap(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.site = site
         ctx.save_for_backward(*([] if saved is None else [saved]))
-        return output.view_as(output)
+        return output.detach()  # not a view, so that code after it may work in place
 
     @staticmethod
     def backward(ctx: Any, *output_grads: torch.Tensor) -> Any:
@@ -133,6 +133,7 @@ class Capture:
         replay: While a chunk that can be run again is in its backward pass: runs it with the
             gradient of each sample's loss multiplied by a factor, (B,).
         batch: Number of samples of the model's last call.
+        batches: Those of all its calls since the engine last looked.
         tokens: Length of its second axis; None if it has none.
 
     Raises:
@@ -148,6 +149,7 @@ class Capture:
     replay: Callable[[torch.Tensor], Any] | None = field(init=False, default=None)
     batch: int | None = field(init=False, default=None)
     tokens: int | None = field(init=False, default=None)
+    batches: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -159,6 +161,11 @@ class Capture:
         # Makes a tapped output differentiable where no input is; never gets a gradient itself.
         self._anchor = torch.zeros((), requires_grad=True)
         self._declared: set[int] = set()
+        self._buffers = {
+            name: (buffer, buffer._version)
+            for name, buffer in self.model.named_buffers()
+            if buffer.is_floating_point()
+        }
         self._calls, self._trains, self._recomputing = 0, False, False
         self._patched: list[tuple[nn.Module, str]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -176,6 +183,24 @@ class Capture:
             handle.remove()
         self._patched.clear()
         self._handles.clear()
+
+    # --- called by the engine ---------------------------------------------------------------------
+
+    def end_of_batch(self) -> None:
+        """Forget what the forward passes of one micro-batch noted."""
+        self.uses.clear()
+        self.batches.clear()
+        self._calls = 0  # an interrupted forward pass never left
+
+    def check_buffers(self) -> None:
+        """Refuse buffers that a forward pass wrote: they would release what they saw."""
+        for name, buffer in self.model.named_buffers():
+            known = self._buffers.get(name)
+            if known is not None and known[0] is buffer and known[1] != buffer._version:
+                raise PrivacyError(
+                    f"{name}: is a buffer that the model writes in its forward pass, so it leaves "
+                    "the training without noise. Switch the statistics off."
+                )
 
     # --- called by captured forwards --------------------------------------------------------------
 
@@ -281,6 +306,13 @@ class Capture:
                 )
             self._patch(modules[path], site)
             self._share_weight(modules[path], site)
+        reached = {index for site in self.sites for index in site.parameters}
+        for index, name in enumerate(self.names):
+            if index not in reached:
+                raise PrivacyError(
+                    f"{name}: belongs to a module that is captured without it, so its gradient "
+                    "would not be seen. Freeze it with requires_grad_(False)."
+                )
         for name, parameter in zip(self.names, self.parameters, strict=True):
             hook = parameter.register_post_accumulate_grad_hook
             self._handles.append(hook(_refuse_gradient(name)))  # type: ignore[no-untyped-call]
@@ -331,14 +363,20 @@ class Capture:
         if self._calls > 1:
             return
         self._trains = torch.is_grad_enabled()
-        for value in (*args, *kwargs.values()):
+        main = [kwargs[name] for name in _MAIN_INPUTS if kwargs.get(name) is not None]
+        for value in (*main, *args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 self.batch = value.shape[0]
+                self.batches.add(self.batch)
                 self.tokens = value.shape[1] if value.dim() > 1 else None
                 return
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls -= 1
+
+
+# What says how many samples there are, before masks and positions that may serve all of them.
+_MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 
 
 def capture_of(module: nn.Module) -> Capture | None:
@@ -358,6 +396,8 @@ def _loop_path(path: str, module: nn.Module, own: dict[str, int]) -> str:
         len(shape) > 2 and shape[0] > 1 for shape in shapes
     )
     holder = isinstance(module, (nn.ParameterDict, nn.ParameterList))
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return path.rpartition(".parametrizations.")[0]
     # Stacked experts see the tokens of all samples in one row; a holder is never called at all.
     return path.rpartition(".")[0] if stacked or holder else path
 
@@ -380,6 +420,11 @@ def _refuse_coupling(path: str, module: nn.Module) -> None:
             f"{path} ({type(module).__name__}): batch normalisation mixes the samples of a batch, "
             "so that no per-sample clipping bounds one sample's influence. Replace it by "
             "GroupNorm or LayerNorm."
+        )
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        raise PrivacyError(
+            f"{path} ({type(module).__name__}): running statistics leave the training without "
+            "noise. Set track_running_stats=False."
         )
     if getattr(module, "max_norm", None) is not None and isinstance(
         module, (nn.Embedding, nn.EmbeddingBag)

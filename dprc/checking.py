@@ -1,5 +1,6 @@
 """A check on the user's own model: each parameter's per-sample norms against brute force."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,7 +60,9 @@ def check_model(
     rows = []
     for row, expected in zip(plan, truth, strict=True):
         got = found.get(row["name"], torch.zeros_like(expected)).double().sqrt()
-        error = float(((got - expected).abs() / expected.clamp(min=floor)).max())
+        error = float(((got - expected).abs() / expected.clamp(min=floor)).nan_to_num(0.0).max())
+        if not bool((got.isfinite() & expected.isfinite()).all()):
+            error = math.inf
         rows.append({**row, "max_relative_error": error})
     return rows
 

@@ -44,12 +44,12 @@ class Contribution(Protocol):
 
 def _zero_rows(tensor: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
     shape = (-1,) + (1,) * (tensor.dim() - 1)
-    return tensor.masked_fill(excluded.view(shape), 0)
+    return tensor.masked_fill(excluded.to(tensor.device).view(shape), 0)
 
 
 def _scale_rows(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     shape = (-1,) + (1,) * (tensor.dim() - 1)
-    return tensor.to(factors.dtype) * factors.view(shape)
+    return tensor.to(factors.dtype) * factors.to(tensor.device).view(shape)
 
 
 @dataclass(frozen=True)

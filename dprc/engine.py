@@ -16,16 +16,33 @@ from dprc.errors import PrivacyError
 from dprc.estimators import Estimator, work_dtype
 from dprc.noise import RandomStreams, add_gaussian_noise_
 from dprc.planning import NormPlan
-from dprc.sampling import MapDataset, PoissonLoader
+from dprc.sampling import MapDataset, PoissonLoader, poisson_indices
 from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, Totals
 from dprc.sketch import SketchSource
 
 SCHEDULES = ("two_pass", "book_keeping")
 
 # The norm is taken of the gradients of the first pass; those of the sum are rounded again. The
-# factor (1 - slack) keeps the clipped norm below C·S all the same, for the coarsest dtype a
-# gradient has on its way.
-SLACK = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# factor (1 - slack) keeps the clipped norm below C·S all the same. It goes by the coarsest dtype of
+# anything on the way: parameters (frozen ones too), activations, gradients, losses, TF32 products.
+SLACK = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TF32_SLACK = 1e-2
+
+
+def slack_of(dtype: torch.dtype) -> float:
+    """Return the slack of a floating type; integers (quantized frozen weights) round no gradient.
+
+    Raises:
+        PrivacyError: A type whose rounding no slack covers, such as float16.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    if dtype not in SLACK:
+        raise PrivacyError(
+            f"{dtype}: scaled gradients underflow in it, so that no bound on the clipped norm "
+            "holds. Use bfloat16 or float32."
+        )
+    return SLACK[dtype]
 
 
 class PrivacyEngine:
@@ -136,6 +153,10 @@ class PrivacyEngine:
         self.accountant = accounting.Accountant()
         self._max_steps: int | None = None
         self._totals: Totals | None = None
+        self._step_index = 0  # keys noise, sketches and samples: never repeats
+        self._announced: int | None = None  # samples of the loader's logical batch under way
+        self._has_loader = False
+        self._sampled_by_loader = True
         self._first_sample = 0  # index in the logical batch of the next micro-batch
         self._stepping = self._incomplete = False
         self._squared_norms: torch.Tensor | None = None
@@ -223,8 +244,10 @@ class PrivacyEngine:
         self._batch = losses.shape[0]
         if self._batch == 0:
             return
+        self._check_batch()
         if not self._checked and self._batch > 1:
             self._check_independence(losses)
+        self._slack = max(self._slack, slack_of(losses.dtype), self._model_slack())
         norms = self._norm_pass(keep=self.schedule == "book_keeping")
         two_pass = self.schedule == "two_pass"
         with self._running(norms):
@@ -243,7 +266,7 @@ class PrivacyEngine:
                     replay(weights)
         self._incomplete = False
         self._first_sample += self._batch
-        self._capture.uses.clear()
+        self._capture.end_of_batch()
 
     def step(self) -> None:
         """Add noise once, divide by the expected batch size, step the optimizer, account.
@@ -259,7 +282,16 @@ class PrivacyEngine:
                 f"step: noise was calibrated for {self._max_steps} steps, and all are taken. "
                 "Calibrate for more, or stop here."
             )
-        totals, index = self._buffers(), self.accountant.steps
+        if self._has_loader and self._announced is None:
+            raise PrivacyError(
+                "step: there is no new logical batch. Take exactly one step for each logical batch "
+                "of poisson_loader."
+            )
+        arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
+        self._sampled_by_loader &= self._announced is not None
+        totals, index = self._buffers(), self._step_index
+        self._step_index += 1
+        self.optimizer.zero_grad(set_to_none=True)
         # Accounted before anything leaves the engine: a failing optimizer has seen the gradient.
         self.accountant.step(
             noise_multiplier=self.noise_multiplier,
@@ -280,7 +312,8 @@ class PrivacyEngine:
                         parameter=number,
                     )
                 parameter.grad = total.div_(self.expected_batch_size).to(parameter.dtype)
-        self._totals, self._first_sample = None, 0
+        self._totals, self._first_sample, self._announced = None, 0, None
+        self._capture.end_of_batch()
         self._stepping = True
         try:
             self.optimizer.step()
@@ -322,13 +355,31 @@ class PrivacyEngine:
         """
         return PoissonLoader(
             dataset,
-            self._streams.sampling,
-            sample_rate=self.sample_rate,
-            first_step=self.accountant.steps,
+            self,
             steps=steps,
             max_physical_batch=max_physical_batch,
             collate_fn=collate_fn,
         )
+
+    def begin_logical_batch(self, dataset: MapDataset) -> tuple[int, list[int]]:
+        """Draw the samples of the next step; called by the loader, once for each step.
+
+        Raises:
+            PrivacyError: The logical batch before had no ``step()``.
+        """
+        if self._announced is not None or self._first_sample > 0:
+            raise PrivacyError(
+                "poisson_loader: the logical batch before was not finished. Call engine.step() "
+                "once after each logical batch, also after an empty one."
+            )
+        indices = poisson_indices(
+            self._streams.sampling,
+            size=len(dataset),
+            sample_rate=self.sample_rate,
+            step=self._step_index,
+        ).tolist()
+        self._announced, self._has_loader = len(indices), True
+        return self._step_index, indices
 
     # --- diagnostics: none of them is private -----------------------------------------------------
 
@@ -355,6 +406,14 @@ class PrivacyEngine:
         return self._excluded
 
     @property
+    def sampled_by_loader(self) -> bool:
+        """Whether every step took its samples from ``poisson_loader``.
+
+        Otherwise whoever sampled vouches for Poisson sampling at ``sample_rate``.
+        """
+        return self._sampled_by_loader
+
+    @property
     def releasable(self) -> bool:
         """Whether the randomness was secret: False with a fixed ``privacy_seed``."""
         return self._streams.releasable
@@ -368,26 +427,64 @@ class PrivacyEngine:
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two steps. It holds the keys: as sensitive as the data.
 
+        Continue it once, with the same data. Two continuations repeat the same noise, so with
+        different data the difference of what they release has none.
+
         Raises:
             PrivacyError: A logical batch is under way.
         """
-        if self._totals is not None:
+        self._refuse_incomplete()
+        if self._totals is not None or self._announced is not None:
             raise PrivacyError("state_dict: a logical batch is under way; call step() first")
         return {
             "accountant": self.accountant.state_dict(),
             "streams": self._streams.state_dict(),
-            "max_steps": self._max_steps,
+            "settings": self._settings(),
+            "step_index": self._step_index,
+            "has_loader": self._has_loader,
+            "sampled_by_loader": self._sampled_by_loader,
             "clipped_samples": self._clipped,
             "excluded_samples": self._excluded,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken: same noise, sketches and samples to come."""
+        """Continue where ``state_dict`` was taken: same noise, sketches and samples to come.
+
+        Raises:
+            PrivacyError: Another mechanism or other parameters, or steps were taken already.
+        """
+        for name, mine in self._settings().items():
+            saved = state["settings"].get(name)
+            if saved != mine:
+                raise PrivacyError(
+                    f"load_state_dict: {name} was {saved!r} where the state was saved and is "
+                    f"{mine!r} here. Make the engine with the same arguments."
+                )
+        if self._step_index not in (0, state["step_index"]):
+            raise PrivacyError(
+                f"load_state_dict: this engine has taken {self._step_index} steps, whose noise "
+                "would be drawn again. Load into a new engine."
+            )
+        self._step_index = state["step_index"]
+        self._has_loader = state["has_loader"]
+        self._sampled_by_loader, self._announced = state["sampled_by_loader"], None
         self.accountant.load_state_dict(state["accountant"])
         self._streams = RandomStreams.from_state_dict(state["streams"])
-        self._max_steps = state["max_steps"]
         self._clipped, self._excluded = state["clipped_samples"], state["excluded_samples"]
         self._totals, self._first_sample, self._incomplete = None, 0, False
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "sample_rate": self.sample_rate,
+            "expected_batch_size": self.expected_batch_size,
+            "estimator": repr(self.estimator),
+            "sketch": self.sketch,
+            "analysis": self.analysis,
+            "max_steps": self._max_steps,
+            "parameters": [(row["name"], row["shape"]) for row in self.plan()],
+        }
 
     def detach(self) -> None:
         """Give model and optimizer back as they were."""
@@ -422,27 +519,52 @@ class PrivacyEngine:
 
     def receive(self, parameter: int, contribution: Contribution) -> None:
         """Take one use of one parameter from the capture."""
-        self._slack = max(self._slack, *(SLACK[dtype] for dtype in contribution.dtypes))
+        self._slack = max(self._slack, *map(slack_of, contribution.dtypes))
         if self._pass is not None:
             self._pass.take(parameter, contribution, self._capture.replay)
 
     # --- internals --------------------------------------------------------------------------------
 
+    def _check_batch(self) -> None:
+        """Refuse losses that are not those of the samples at hand, and a model that changed."""
+        arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
+        self._capture.check_buffers()
+        seen = self._capture.batches
+        if seen and self._batch not in seen:
+            raise PrivacyError(
+                f"losses: has {self._batch} entries, but the model was called with "
+                f"{' and '.join(map(str, sorted(seen)))} samples. One loss for each sample: take "
+                "the mean over its tokens."
+            )
+        if self._announced is not None and self._first_sample + self._batch > self._announced:
+            raise PrivacyError(
+                f"losses: the logical batch has {self._announced} samples, and this makes "
+                f"{self._first_sample + self._batch}. Give each sample to backward() once."
+            )
+
     def _check_independence(self, losses: torch.Tensor) -> None:
         """Check once, on the first batch, that a sample's loss reaches no other sample's rows.
 
-        Finds layers that mix samples, losses that depend on the batch, and models that keep
-        samples on another axis than the first.
+        Follows the first and the last sample. Finds layers that mix samples, losses that depend on
+        the batch, and models that keep samples on another axis than the first; it cannot see a
+        dependence that was cut off from the gradient by detach().
         """
-        with self._running(IndependencePass()):
-            torch.autograd.backward(losses[0], retain_graph=True)
+        for sample in (0, self._batch - 1):
+            with self._running(IndependencePass(sample)):
+                torch.autograd.backward(losses[sample], retain_graph=True)
         self._checked = True
+
+    def _model_slack(self) -> float:
+        """Return the slack of everything a gradient meets on its way, frozen layers included."""
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        rounded = torch.get_float32_matmul_precision() != "highest"
+        return max(TF32_SLACK if rounded else 0.0, *map(slack_of, dtypes))
 
     def _norm_pass(self, *, keep: bool) -> NormPass:
         source = SketchSource(
             self._streams.sketch,
             self.sketch,
-            step=self.accountant.steps,
+            step=self._step_index,
             first_sample=self._first_sample,
         )
         shapes = [parameter.shape for parameter in self._capture.parameters]

@@ -51,19 +51,18 @@ class Use(NamedTuple):
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Switch autocast and TF32 off for the block."""
+    """Switch autocast and rounded float32 products (TF32, bfloat16) off for the block."""
     castable = torch.amp.is_autocast_available(device.type)
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
     with torch.autocast(device.type, enabled=False) if castable else nullcontext():
-        if device.type != "cuda":
-            yield
-            return
-        matmul = torch.backends.cuda.matmul
-        before = matmul.allow_tf32
-        matmul.allow_tf32 = False
         try:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
             yield
         finally:
-            matmul.allow_tf32 = before
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -228,8 +228,7 @@ def _watch(causal: Any, head: nn.Module, inputs: Mapping[str, Any]) -> tuple[str
 
 
 def _candidates(causal: Any) -> Iterator[_PostHead]:
-    """Yield what known models do to the head's output: nothing, soft-capping, scaling."""
-    yield lambda logits: logits
+    """Yield what known models do to the head's output: soft-capping, scaling, or nothing."""
     cap = getattr(causal.config, "final_logit_softcapping", None)
     if cap is not None:
         yield lambda logits: torch.tanh(logits / cap) * cap
@@ -239,6 +238,7 @@ def _candidates(causal: Any) -> Iterator[_PostHead]:
     division = getattr(causal.config, "logits_scaling", None)
     if division is not None:
         yield lambda logits: logits / division
+    yield lambda logits: logits
 
 
 @contextmanager

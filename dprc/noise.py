@@ -14,7 +14,7 @@ import secrets
 import struct
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -42,7 +42,7 @@ class Stream:
         key: 128 bits, as two unsigned 64-bit words.
     """
 
-    key: tuple[int, int]
+    key: tuple[int, int] = field(repr=False)  # out of tracebacks and logs
 
     def generator(self, position: Position) -> np.random.Generator:
         """Return numpy's generator at a position; distinct positions never overlap.

@@ -71,15 +71,22 @@ class LogicalBatch(Sized):
             yield self._collate_fn([self._dataset[index] for index in chosen])
 
 
+class Sampler(Protocol):
+    """Who samples: the engine, which knows the step and holds the stream."""
+
+    def begin_logical_batch(self, dataset: MapDataset) -> tuple[int, list[int]]:
+        """Draw the samples of the next step: (step, indices)."""
+
+
 class PoissonLoader(Sized):
     """Logical batches for a number of steps; made by ``PrivacyEngine.poisson_loader``.
 
+    Iterating again goes on with the steps that follow: no sample is drawn twice from one step.
+
     Args:
         dataset: Read by index; one item is one privacy unit.
-        stream: The sampling stream.
-        sample_rate: Inclusion probability q.
-        first_step: Index of the first step.
-        steps: Number of steps.
+        sampler: Draws the samples of a step.
+        steps: Number of steps of one iteration.
         max_physical_batch: Most samples that go through the model at once.
         collate_fn: Makes a batch of a list of items.
 
@@ -91,10 +98,8 @@ class PoissonLoader(Sized):
     def __init__(
         self,
         dataset: MapDataset,
-        stream: Stream,
+        sampler: Sampler,
         *,
-        sample_rate: float,
-        first_step: int,
         steps: int,
         max_physical_batch: int,
         collate_fn: Callable[[list[Any]], Any],
@@ -109,8 +114,7 @@ class PoissonLoader(Sized):
                 f"dataset: Poisson sampling needs __len__ and __getitem__, got "
                 f"{type(dataset).__name__}; an iterable dataset cannot be sampled"
             )
-        self._dataset, self._stream, self._sample_rate = dataset, stream, sample_rate
-        self._first_step, self._steps = first_step, steps
+        self._dataset, self._sampler, self._steps = dataset, sampler, steps
         self._max, self._collate_fn = max_physical_batch, collate_fn
 
     def __len__(self) -> int:
@@ -119,14 +123,32 @@ class PoissonLoader(Sized):
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         """Yield the logical batches."""
-        for step in range(self._first_step, self._first_step + self._steps):
-            indices = poisson_indices(
-                self._stream, size=len(self._dataset), sample_rate=self._sample_rate, step=step
-            )
+        for _ in range(self._steps):
+            step, indices = self._sampler.begin_logical_batch(self._dataset)
             yield LogicalBatch(
                 self._dataset,
-                indices.tolist(),
+                indices,
                 step=step,
                 max_physical_batch=self._max,
                 collate_fn=self._collate_fn,
             )
+
+
+class PlainSampler:
+    """Poisson sampling without an engine, for runs without privacy.
+
+    Args:
+        stream: The sampling stream.
+        sample_rate: Inclusion probability q.
+    """
+
+    def __init__(self, stream: Stream, sample_rate: float) -> None:
+        self._stream, self._sample_rate, self._step = stream, sample_rate, -1
+
+    def begin_logical_batch(self, dataset: MapDataset) -> tuple[int, list[int]]:
+        """Draw the samples of the next step."""
+        self._step += 1
+        indices = poisson_indices(
+            self._stream, size=len(dataset), sample_rate=self._sample_rate, step=self._step
+        )
+        return self._step, indices.tolist()

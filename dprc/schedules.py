@@ -160,7 +160,14 @@ class NormPass:
 
 
 class IndependencePass:
-    """Follows the loss of the first sample alone; it must reach no other sample's rows."""
+    """Follows the loss of one sample alone; it must reach no other sample's rows.
+
+    Args:
+        sample: Which one.
+    """
+
+    def __init__(self, sample: int) -> None:
+        self._sample = sample
 
     def take(self, parameter: int, contribution: Contribution, replay: Replay | None) -> None:
         """Take nothing: only ``check`` looks."""
@@ -170,10 +177,11 @@ class IndependencePass:
 
         A row that is not finite says nothing: zero times an infinite activation is NaN.
         """
-        others = grads[1:]
-        if bool(((others != 0) & others.isfinite()).any()):
+        reached = ((grads != 0) & grads.isfinite()).flatten(1).any(1)
+        reached[self._sample] = False
+        if bool(reached.any()):
             raise PrivacyError(
-                f"{path}: the loss of the first sample depends on other samples of the batch (or "
+                f"{path}: the loss of one sample depends on other samples of the batch (or "
                 "the model keeps samples on another axis than the first), so clipping each sample "
                 "would bound nothing. Remove what couples them: batch statistics, a loss over the "
                 "batch, a load-balancing term."

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -182,7 +182,7 @@ class EmbeddingSite(Site):
 
     def forward(self, module: Any, capture: Tapper, args: Any, kwargs: Any) -> torch.Tensor:
         """Run the module's own forward (a subclass may scale or shift) and tap the look-up."""
-        with _LookUpMode(module._parameters["weight"], self, capture):
+        with _LookUpMode(module.weight, self, capture):
             output: torch.Tensor = type(module).forward(module, *args, **kwargs)
         return output
 
@@ -195,7 +195,7 @@ class _LookUpMode(TorchFunctionMode):
         self._weight, self._site, self._capture = weight, site, capture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.embedding and len(args) > 1:
+        if func is F.embedding and len(args) > 1 and args[1] is self._weight:
             return self._site.look_up(args[0], self._weight, self._capture)
         return func(*args, **(kwargs or {}))
 
@@ -348,6 +348,7 @@ class LoopSite(Site):
     """
 
     looped: tuple[tuple[nn.Module, str, int], ...] = ()
+    verified: list[bool] = field(default_factory=list)
 
     @property
     def owners(self) -> tuple[tuple[nn.Module, str, int], ...]:
@@ -367,12 +368,37 @@ class LoopSite(Site):
         batch = capture.batch
         if batch is None:
             raise PrivacyError(f"{self.path}: call the whole model, so that the batch is known")
+        if not self.verified and batch > 1:
+            self._verify(module, batch, args, kwargs)
+            self.verified.append(True)
         outputs = []
         for sample in range(batch):
             mine = _map(partial(self._slice, sample=sample, batch=batch), (args, kwargs))
             with self._own_parameters(capture, sample, batch):
                 outputs.append(run(module, *mine[0], **mine[1]))
         return self._join(outputs) if outputs else run(module, *args, **kwargs)
+
+    def _verify(self, module: Any, batch: int, args: Any, kwargs: Any) -> None:
+        """Check once that the samples one by one give what the whole batch gives."""
+        run, modes = type(module).forward, {inner: inner.training for inner in module.modules()}
+        module.eval()  # without dropout
+        try:
+            with torch.no_grad():
+                whole = run(module, *args, **kwargs)
+                parts = [
+                    _map(partial(self._slice, sample=i, batch=batch), (args, kwargs))
+                    for i in range(batch)
+                ]
+                joined = self._join([run(module, *mine[0], **mine[1]) for mine in parts])
+        finally:
+            for inner, mode in modes.items():
+                inner.training = mode
+        if not _same(whole, joined):
+            raise PrivacyError(
+                f"{self.path} ({type(module).__name__}): gives something else for its samples one "
+                "by one than for the batch, so its per-sample gradient is not known. Freeze its "
+                "parameters, or train LoRA adapters instead."
+            )
 
     @contextmanager
     def _own_parameters(self, capture: Tapper, sample: int, batch: int) -> Iterator[None]:
@@ -434,6 +460,21 @@ class LoopSite(Site):
         )
 
 
+def _same(first: Any, second: Any) -> bool:
+    """Compare two outputs up to rounding."""
+    if isinstance(first, torch.Tensor):
+        if first.shape != second.shape or not first.is_floating_point():
+            return first.shape == second.shape and torch.equal(first, second)
+        tolerance = 100 * torch.finfo(first.dtype).eps
+        scale = float(first.abs().max()) if first.numel() else 0.0
+        return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    if isinstance(first, (tuple, list)):
+        return all(_same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, Mapping):
+        return all(_same(first[name], second[name]) for name in first)
+    return bool(first == second)
+
+
 def _map(fn: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_map(fn, item) for item in value)
@@ -456,6 +497,14 @@ def make_site(
         own: Name -> index of its own trained parameters.
         receiver: Who takes the contributions.
     """
+    if module._parameters.get("weight") is None and "weight" in dir(module):
+        return None  # computed from other parameters
+    if not set(own) <= {"weight", "bias"}:
+        return (
+            ElementwiseSite(path, None, None, receiver, own)
+            if _is_elementwise(module, own)
+            else None
+        )
     common = (path, own.get("weight"), own.get("bias"), receiver)
     forward = type(module).forward
     if forward is nn.Linear.forward:
@@ -492,10 +541,16 @@ def _is_transposed_linear(module: nn.Module) -> bool:
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or bias is None or weight.dim() != 2 or bias.shape != weight.shape[1:]:
         return False
+    if len(module._parameters) > 2 or len(list(module.children())) > 0:
+        return False
+    # Not the module's own values: zero or symmetric ones would look like much else.
+    values = _probe((weight.shape[0] + 3, weight.shape[1]), weight)
     x = _probe((2, weight.shape[0]), weight)
+    probe = {"weight": values[3:], "bias": values[0]}
     try:
-        with torch.no_grad():
-            return torch.equal(type(module).forward(module, x), torch.addmm(bias, x, weight))
+        with torch.no_grad(), shadowed(module, probe):
+            output = type(module).forward(module, x)
+            return torch.equal(output, torch.addmm(probe["bias"], x, probe["weight"]))
     except _NOT_THIS_KIND:
         return False
 

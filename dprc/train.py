@@ -20,7 +20,7 @@ from dprc.errors import PrivacyError
 from dprc.models import load_classifier
 from dprc.noise import Stream
 from dprc.results import write_result, write_text_atomic
-from dprc.sampling import LogicalBatch, PoissonLoader
+from dprc.sampling import LogicalBatch, PlainSampler, PoissonLoader
 from dprc.settings import PrivacySettings, RunSettings, TrainingSettings
 from dprc.tasks import Example
 
@@ -222,6 +222,7 @@ def _privacy_section(
         "sketch": None if engine.law.is_exact else engine.sketch,
         "analysis": engine.analysis,
         "adjacency": "add/remove one document",
+        "sampled_by_loader": engine.sampled_by_loader,
         "releasable": engine.releasable,
     }
 
@@ -242,9 +243,7 @@ def _fit(
     if settings.method is None or settings.privacy is None:
         loader = PoissonLoader(
             examples,
-            Stream((settings.seed, 0)),
-            sample_rate=training.sample_rate,
-            first_step=0,
+            PlainSampler(Stream((settings.seed, 0)), training.sample_rate),
             steps=training.steps,
             max_physical_batch=training.max_physical_batch,
             collate_fn=examples.collate,
@@ -296,7 +295,7 @@ def _loop(
         for batch in logical_batch:
             values = losses.classification_loss(model, batch)
             backward(values)
-            total += float(values.detach().sum())
+            total += float(values.detach().nan_to_num(posinf=0.0).sum())
         step()
         scheduler.step()
         log.rows.append(

@@ -7,17 +7,14 @@ from scipy import stats
 
 import dprc
 from dprc.noise import Stream
-from dprc.sampling import PoissonLoader, poisson_indices
+from dprc.sampling import PlainSampler, PoissonLoader, poisson_indices
 
 STREAM = Stream((1, 2))
 
 
-def loader(size=50, **options):
-    chosen = {
-        "sample_rate": 0.2, "first_step": 0, "steps": 10, "max_physical_batch": 4,
-        "collate_fn": list,
-    }  # fmt: skip
-    return PoissonLoader(list(range(size)), STREAM, **(chosen | options))
+def loader(size=50, sample_rate=0.2, **options):
+    chosen = {"steps": 10, "max_physical_batch": 4, "collate_fn": list}
+    return PoissonLoader(list(range(size)), PlainSampler(STREAM, sample_rate), **(chosen | options))
 
 
 def test_batch_sizes_are_binomial():
@@ -58,10 +55,11 @@ def test_an_empty_logical_batch_gives_no_physical_batch_but_is_there():
     assert any(len(batch) == 0 and not list(batch) for batch in batches)
 
 
-def test_a_loader_that_starts_later_gives_the_later_batches():
-    straight = [batch.indices for batch in loader()]
-    resumed = [batch.indices for batch in loader(first_step=6, steps=4)]
-    assert resumed == straight[6:]
+def test_iterating_again_goes_on_and_repeats_no_step():
+    twice = loader(steps=5)
+    indices = [batch.indices for _ in range(2) for batch in twice]
+    assert indices == [batch.indices for batch in loader(steps=10)]
+    assert indices[:5] != indices[5:]
 
 
 @pytest.mark.parametrize(
@@ -78,30 +76,60 @@ def test_bad_counts_are_refused(options, error, message):
 
 
 def test_an_iterable_dataset_is_refused():
+    sampler = PlainSampler(STREAM, 0.1)
     with pytest.raises(TypeError, match="cannot be sampled"):
-        PoissonLoader(
-            iter([1, 2]), STREAM, sample_rate=0.1, first_step=0, steps=1, max_physical_batch=1,
-            collate_fn=list,
-        )  # fmt: skip
+        PoissonLoader(iter([1]), sampler, steps=1, max_physical_batch=1, collate_fn=list)
 
 
 @pytest.mark.filterwarnings("ignore:privacy_seed")
-def test_the_engines_loader_uses_the_accounted_rate_and_continues_with_its_steps():
-    model = torch.nn.Linear(4, 2)
-    engine = dprc.PrivacyEngine(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0,
-        noise_multiplier=1.0, sample_rate=0.25, expected_batch_size=100, privacy_seed=0,
-    )  # fmt: skip
-    data = list(torch.randn(400, 4))
-    sizes, indices = [], []
-    for logical in engine.poisson_loader(data, steps=30, max_physical_batch=64):
-        for batch in logical:
-            engine.backward(model(batch).sum(1))
-        sizes.append(len(logical))
-        indices.append(logical.indices)
+class TestTheEnginesLoader:
+    @pytest.fixture
+    def engine(self):
+        model = torch.nn.Linear(4, 2)
+        return dprc.PrivacyEngine(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0,
+            noise_multiplier=1.0, sample_rate=0.25, expected_batch_size=100, privacy_seed=0,
+        )  # fmt: skip
+
+    @pytest.fixture
+    def data(self):
+        return list(torch.randn(400, 4))
+
+    def test_uses_the_accounted_rate_and_continues_with_the_engines_steps(self, engine, data):
+        sizes, indices = [], []
+        loader = engine.poisson_loader(data, steps=15, max_physical_batch=64)
+        for _ in range(2):  # two "epochs" are 30 steps, all of them drawn anew
+            for logical in loader:
+                for batch in logical:
+                    engine.backward(engine.model(batch).sum(1))
+                sizes.append(len(logical))
+                indices.append(tuple(logical.indices))
+                engine.step()
+        assert abs(np.mean(sizes) - 100) < 5 * np.sqrt(400 * 0.25 * 0.75 / 30)
+        assert len(set(indices)) == 30
+        assert engine.accountant.steps == 30
+        assert engine.sampled_by_loader
+
+    def test_a_logical_batch_without_a_step_is_refused(self, engine, data):
+        loader = iter(engine.poisson_loader(data, steps=3, max_physical_batch=64))
+        next(loader)
+        with pytest.raises(dprc.PrivacyError, match=r"Call engine\.step\(\) once after each"):
+            next(loader)
+
+    def test_a_step_without_a_logical_batch_is_refused(self, engine, data):
+        for _ in engine.poisson_loader(data, steps=1, max_physical_batch=64):
+            engine.step()
+        with pytest.raises(dprc.PrivacyError, match="no new logical batch"):
+            engine.step()
+
+    def test_a_sample_given_twice_is_refused(self, engine, data):
+        for logical in engine.poisson_loader(data, steps=1, max_physical_batch=400):
+            for batch in logical:
+                engine.backward(engine.model(batch).sum(1))
+                with pytest.raises(dprc.PrivacyError, match="Give each sample to backward"):
+                    engine.backward(engine.model(batch).sum(1))
+
+    def test_another_loader_is_told_apart(self, engine, data):
+        engine.backward(engine.model(torch.stack(data[:8])).sum(1))
         engine.step()
-    assert abs(np.mean(sizes) - 100) < 5 * np.sqrt(400 * 0.25 * 0.75 / 30)
-    assert engine.accountant.steps == 30
-    following = next(iter(engine.poisson_loader(data, steps=1, max_physical_batch=64)))
-    assert following.step == 30
-    assert following.indices not in indices
+        assert not engine.sampled_by_loader
