@@ -32,7 +32,7 @@ def check_model(
     """Compare the engine's exact norms with one plain backward pass for each sample.
 
     Args:
-        model: Its trained parameters are checked; the model is left as it was.
+        model: Its trained parameters are checked, without dropout; it is left as it was.
         batch: Given to ``loss_fn``.
         loss_fn: (model, batch) -> (B,) losses.
 
@@ -45,16 +45,22 @@ def check_model(
         PrivacyError: The model cannot be trained privately; the message names the part.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    truth = _brute_force(list(trained.values()), loss_fn(model, batch))  # (parameters, B)
-    engine = _engine(model, "exact")
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
     try:
-        engine.backward(loss_fn(model, batch))
-        found = engine.squared_norms_by_parameter
+        truth = _brute_force(list(trained.values()), loss_fn(model, batch))  # (parameters, B)
+        engine = _engine(model, "exact")
+        try:
+            engine.backward(loss_fn(model, batch))
+            found = engine.squared_norms_by_parameter
+        finally:
+            engine.detach()
+        planner = _engine(model, "hutchinson")
+        plan = planner.plan()
+        planner.detach()
     finally:
-        engine.detach()
-    planner = _engine(model, "hutchinson")
-    plan = planner.plan()
-    planner.detach()
+        for module, mode in modes.items():
+            module.training = mode
 
     floor = 1e-6 * float(truth.max())
     rows = []

@@ -289,14 +289,16 @@ class TestSpecialSamples:
 
 
 class TestSurroundings:
+    @pytest.mark.parametrize("schedule", ["two_pass", "book_keeping"])
     @pytest.mark.parametrize("reentrant", [True, False])
-    def test_gradient_checkpointing_changes_nothing(self, reentrant):
+    def test_gradient_checkpointing_changes_nothing(self, reentrant, schedule):
         inputs, results = zoo.batch(), []
         for checkpointing in (False, True):
             model = zoo.build("llama")
             if checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            engine = make_engine(model, estimator="hutchinson", num_probes=5)
+            options = {"estimator": "hutchinson", "num_probes": 5, "schedule": schedule}
+            engine = make_engine(model, **options)
             results.append(
                 released_sum(engine, lambda e, m=model: e.backward(zoo.losses(m, inputs)))
             )
