@@ -212,21 +212,22 @@ class Accountant:
         """Replace what was recorded by a saved state.
 
         Raises:
-            ValueError: The state is not one that state_dict made.
+            ValueError: The state is not one that state_dict made, or a setting in it is one that
+                ``step`` refuses.
+            PrivacyError: A law in it has fewer than 4 probes.
         """
         if state.get("version") != 1 or not isinstance(state.get("steps"), list):
             raise ValueError(f"state must be one that state_dict made, got {state!r}")
         counts: Counter[StepEvent] = Counter()
         for entry in state["steps"]:
-            if set(entry) != _STATE_KEYS:
-                raise ValueError(f"state has a step with keys {sorted(entry)}, not {_STATE_KEYS}")
-            event = StepEvent(
-                validate.noise_multiplier(entry["noise_multiplier"], allow_zero=True),
-                validate.sample_rate(entry["sample_rate"]),
-                ScaleLaw(**entry["law"]),
-                entry["sketch"],
-                entry["analysis"],
-            )
-            counts[event] += validate.positive_int("count", entry["count"])
+            if not isinstance(entry, dict) or set(entry) != _STATE_KEYS:
+                raise ValueError(f"state has a step {entry!r}; its keys must be {_STATE_KEYS}")
+            settings = dict(entry)
+            count, law = settings.pop("count"), settings.pop("law")
+            if not isinstance(law, dict) or set(law) != {"kind", "num_probes"}:
+                raise ValueError(f"state has a law {law!r}; its keys must be kind, num_probes")
+            # Nothing that could not have been recorded may be loaded.
+            event = StepEvent.create(law=ScaleLaw(**law), **settings)
+            counts[event] += validate.positive_int("count", count)
         self._counts = counts
         self._answers.clear()

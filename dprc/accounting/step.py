@@ -49,11 +49,18 @@ def step_curves(event: StepEvent, coarseness: float = 1.0) -> StepCurves:
 
     Returns:
         Upper bounds on the hockey-stick divergence in both directions.
+
+    Raises:
+        ValueError: The event does not say who sees the sketch, or which analysis applies.
     """
     rate, sigma = event.sample_rate, event.noise_multiplier
-    if event.analysis == "envelope":
+    if event.analysis == "envelope" and event.sketch == "shared":
         bound = envelope_curve(sigma, event.law)
         return subsampled(bound, bound, rate)
+    if event.analysis != "tight" or (
+        not event.law.is_exact and event.sketch not in ("shared", "per_sample")
+    ):
+        raise ValueError(f"there is no analysis of {event!r}")
     shared = shared_curve(sigma, ratio_nodes(event.law), convex_order=not event.law.is_exact)
     curves = subsampled(shared, shared, rate)
     if event.law.is_exact or event.sketch == "shared":
