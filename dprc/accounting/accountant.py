@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -96,7 +96,7 @@ class Accountant:
         delta = validate.delta(delta)
         answer: float = self._answer(
             ("epsilon", delta, tolerance),
-            lambda: max(float(c.epsilon(delta)) for c in self._compositions(tolerance)),
+            lambda: _larger_epsilon(self._compositions(tolerance), delta),
             nothing=0.0,
             everything=math.inf,
         )
@@ -231,3 +231,22 @@ class Accountant:
             counts[event] += validate.positive_int("count", count)
         self._counts = counts
         self._answers.clear()
+
+
+def _larger_epsilon(directions: Sequence[Composition], delta: float) -> float:
+    """The larger ε of the directions; one that floating-point error decides may be known smaller.
+
+    Raises:
+        PrivacyError: A direction is refused that may have the larger ε.
+    """
+    largest = 0.0
+    refused: list[tuple[Composition, PrivacyError]] = []
+    for direction in directions:
+        try:
+            largest = max(largest, float(direction.epsilon(delta)))
+        except PrivacyError as refusal:
+            refused.append((direction, refusal))
+    for direction, refusal in refused:
+        if direction.ceiling(delta) > largest:
+            raise refusal
+    return largest

@@ -80,7 +80,11 @@ class Composition:
         self._steps = sum(part.count for part in parts)
 
     def epsilon(self, delta: float) -> float:
-        """The smallest ε whose δ is at most the given one."""
+        """The smallest ε whose δ is at most the given one.
+
+        Raises:
+            PrivacyError: Floating-point error could decide the answer.
+        """
         # Total variation adds up: rare participation may need no privacy loss at all.
         at_zero = np.zeros(1)
         if sum(part.count * float(part.curve(at_zero)[0]) for part in self._parts) <= delta:
@@ -89,7 +93,12 @@ class Composition:
             return _invert(self._parts[0].curve, delta)
         coarse = self._refined(self._coarse(delta), delta)
         order, reference = _order_for_delta(coarse, self._counts, delta)
-        return self._compose(coarse, order, reference).epsilon(delta)
+        answer = self._compose(coarse, order, reference).epsilon(delta)
+        return min(answer, _largest_loss(coarse, self._counts, delta))
+
+    def ceiling(self, delta: float) -> float:
+        """An ε, as a rule far too large, whose δ is at most the given one beyond all doubt."""
+        return _largest_loss(self._coarse(delta), self._counts, delta)
 
     def delta(self, epsilon: float) -> float:
         """δ at this ε."""
@@ -196,8 +205,18 @@ class Composition:
     ) -> Composed:
         """Choose the lattice, look at the curves again on it, and convolve."""
         interval = self._interval(coarse, order, reference)
+        # A tilt that falls off within one cell resolves nothing, and drowns the other cells.
+        order = min(order, 1.0 / interval)
         pmfs, indices = zip(*self._fine(coarse, order, interval), strict=True)
         return convolve(pmfs, indices, self._counts, interval, order)
+
+
+def _largest_loss(pmfs: Sequence[LossPmf], counts: Sequence[int], delta: float) -> float:
+    """The largest finite composed loss: there δ is the infinite mass; inf where that is above δ."""
+    pairs = list(zip(counts, pmfs, strict=True))
+    if sum(n * pmf.infinite_mass for n, pmf in pairs) * (1.0 + 1e-12) > delta:
+        return math.inf
+    return sum(n * float(pmf.losses[-1]) for n, pmf in pairs) * (1.0 + 1e-12)
 
 
 def _order_for_delta(

@@ -103,8 +103,8 @@ class Composed:
                 result += 2e-9 * high
         if self.pessimistic and self.delta_and_error(result)[1] > 0.1 * delta:
             raise PrivacyError(
-                f"delta={delta!r} is too small for this many steps: floating-point error would be "
-                "more than a tenth of it; ask for a larger delta"
+                f"delta={delta!r} is too small for these steps: the bound on the floating-point "
+                "error of their composition is more than a tenth of it; ask for a larger delta"
             )
         return result
 

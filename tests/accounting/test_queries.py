@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import subprocess
 import sys
 
@@ -101,6 +102,32 @@ def check_extreme(case, kind):
 @pytest.mark.parametrize("case", EXTREME[::13])
 def test_extreme_inputs_are_answered_or_refused(case):
     check_extreme(case, {})
+
+
+def test_a_few_steps_are_answered_where_the_loss_piles_up():
+    """Adding a sample has its largest losses in one place; its ε is not the deciding one."""
+    settings = {"sample_rate": 0.01, "steps": 2, "num_probes": 16, "sketch": "shared"}
+    answers = [
+        accounting.epsilon(noise_multiplier=sigma, delta=1e-8, **settings)
+        for sigma in (0.41, 0.4, 0.39)
+    ]
+    assert answers == sorted(answers)
+    assert answers[1] == pytest.approx(math.sqrt(answers[0] * answers[2]), rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", [COLUMNS[0], COLUMNS[2], COLUMNS[4]])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_steps_are_never_refused(kind, seed):
+    generator = random.Random(seed)
+    settings = {
+        "noise_multiplier": 10 ** generator.uniform(-0.5, 0.3),
+        "sample_rate": 10 ** generator.uniform(-3, 0),
+        "delta": 10 ** generator.uniform(-10, -3),
+        **kind,
+    }
+    answers = [accounting.epsilon(steps=steps, **settings) for steps in (1, 2, 3)]
+    assert answers == sorted(answers)
+    assert answers[2] < math.inf
 
 
 @pytest.mark.slow
