@@ -30,6 +30,8 @@ DEFAULT_TOLERANCE = 1e-4
 _MAX_CELLS = 2**21
 # An exported distribution is accurate at these δ.
 _EXPORT_DELTAS = (1e-2, 1e-5, 1e-8, 1e-11)
+# Where the search for the δ of an ε begins, and below which it ends.
+_FIRST_DELTA, _SMALLEST_DELTA = 1e-5, 1e-60
 # Mass declared infinite, as a share of δ.
 _INFINITE_SHARE = 1e-5
 
@@ -104,10 +106,17 @@ class Composition:
         """δ at this ε."""
         if self._steps == 1:
             return float(self._parts[0].curve(np.array([epsilon]))[0])
-        coarse = self._coarse(1e-30)
-        order, _ = _order_for_epsilon(coarse, self._counts, epsilon)
-        composed = self._compose(coarse, order, epsilon)
-        return composed.delta(epsilon)
+        # What a rough look at the steps leaves out is a share of the δ it is made for: that δ is
+        # found by iteration. Each answer is a bound.
+        best, target = 1.0, _FIRST_DELTA
+        while True:
+            coarse = self._refined(self._coarse(target), target)
+            order, _ = _order_for_epsilon(coarse, self._counts, epsilon)
+            found = self._compose(coarse, order, epsilon).delta(epsilon)
+            if not _SMALLEST_DELTA < found < 0.99 * best:
+                return min(best, found)
+            best = found
+            target = min(found, _FIRST_DELTA)
 
     def view(self, delta: float) -> View:
         """Where the composed loss is decided at this δ, for others that convolve."""

@@ -154,8 +154,12 @@ def convolve(
     difference = power_error = log_peak = 0.0
     shift = 0
     for pmf, index, count, moment in zip(pmfs, indices, counts, moments, strict=True):
-        exponent = order * pmf.losses - moment
-        tilted = pmf.masses * np.exp(exponent) * (1.0 + sign * _UNIT * (2.0 + np.abs(exponent)))
+        # In the logarithm: a tiny mass may be tilted by more than a float can hold.
+        used = pmf.masses > 0.0
+        index, logs = index[used], np.log(pmf.masses[used])
+        exponent = order * pmf.losses[used] - moment
+        slack = _UNIT * (2.0 + np.abs(exponent) + np.abs(logs))
+        tilted = np.exp(exponent + logs) * (1.0 + sign * slack)
         wrapped = np.bincount(index % cells, weights=tilted, minlength=cells) * (1 + sign * 1e-14)
         log_peak += count * max(math.log(float(wrapped.sum())), 0.0)
         # The heaviest cell is moved to the origin, where its transform is a constant without error.

@@ -104,6 +104,31 @@ def test_extreme_inputs_are_answered_or_refused(case):
     check_extreme(case, {})
 
 
+@pytest.mark.parametrize("probes", [8, 16])
+@pytest.mark.parametrize(("sketch", "sigma"), [("shared", 0.6), ("per_sample", 1.0)])
+@pytest.mark.parametrize("delta", [1e-5, 1e-9])
+@pytest.mark.filterwarnings("ignore:num_probes=8")
+def test_delta_inverts_epsilon_for_heavy_tails(probes, sketch, sigma, delta):
+    """Nearly flat in ε, δ tells a lattice's thousandth of a percent: it may be smaller."""
+    settings = {
+        "noise_multiplier": sigma,
+        "sample_rate": 0.05,
+        "steps": 500,
+        "num_probes": probes,
+        "sketch": sketch,
+    }
+    epsilon = accounting.epsilon(delta=delta, **settings)
+    assert 0.95 * delta <= accounting.delta(epsilon=epsilon, **settings) <= 1.01 * delta
+
+
+def test_delta_falls_with_epsilon_to_nothing():
+    settings = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000, "estimator": "exact"}
+    epsilons = (0, 0.1, 2, 10, 20, 1000)
+    deltas = [accounting.delta(epsilon=epsilon, **settings) for epsilon in epsilons]
+    assert all(low < high for high, low in itertools.pairwise(deltas[:5]))
+    assert 0.0 <= deltas[-1] < 1e-50
+
+
 def test_a_few_steps_are_answered_where_the_loss_piles_up():
     """Adding a sample has its largest losses in one place; its ε is not the deciding one."""
     settings = {"sample_rate": 0.01, "steps": 2, "num_probes": 16, "sketch": "shared"}
