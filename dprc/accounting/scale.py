@@ -33,7 +33,12 @@ _MAX_RESOLVED_PROBES = 100_000
 # Nodes are placed at normal quantiles, dense where the mass that decides ε lies: the mass below the
 # first is 6e-39, above the last 6e-16.
 _NODE_QUANTILES = np.concatenate(
-    [np.arange(-13.0, -9.0, 0.5), np.arange(-90, 50) * 0.1, np.arange(5.0, 8.01, 0.5)]
+    [
+        np.arange(-65, -45) * 0.2,
+        np.arange(-180, 0) * 0.05,
+        np.arange(0, 50) * 0.1,
+        np.arange(5.0, 8.01, 0.5),
+    ]
 )
 # Relative error of scipy's incomplete gamma functions, with a margin of ten.
 _GAMMA_ERROR = 1e-13

@@ -121,6 +121,23 @@ def test_delta_inverts_epsilon_for_heavy_tails(probes, sketch, sigma, delta):
     assert 0.95 * delta <= accounting.delta(epsilon=epsilon, **settings) <= 1.01 * delta
 
 
+@pytest.mark.parametrize(
+    ("rate", "steps", "sigma", "delta"), [(0.064, 2, 0.6, 1e-8), (0.0142, 20, 1.0, 1e-5)]
+)
+def test_knowing_less_costs_less_in_steep_tails(rate, steps, sigma, delta):
+    settings = {
+        "sample_rate": rate, "steps": steps, "noise_multiplier": sigma, "delta": delta,
+        "num_probes": 16,
+    }  # fmt: skip
+    answers = [
+        accounting.epsilon(sketch=sketch, analysis=analysis, **settings)
+        for sketch, analysis in (
+            ("per_sample", "tight"), ("shared", "tight"), ("shared", "envelope")
+        )
+    ]  # fmt: skip
+    assert answers == sorted(answers)
+
+
 def test_delta_falls_with_epsilon_to_nothing():
     settings = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000, "estimator": "exact"}
     epsilons = (0, 0.1, 2, 10, 20, 1000)
