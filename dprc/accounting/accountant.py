@@ -129,7 +129,9 @@ class Accountant:
         can claim less.
 
         Raises:
-            As for ``epsilon``.
+            RuntimeError: The two contradict each other, which would prove a defect.
+
+            Else as for ``epsilon``.
         """
         upper = self.epsilon(delta)
         lower = self._answer(
@@ -138,7 +140,12 @@ class Accountant:
             nothing=0.0,
             everything=math.inf,
         )
-        return min(lower, upper), upper
+        if lower > upper:
+            raise RuntimeError(
+                f"the lower bound {lower!r} on epsilon is above the upper one {upper!r}: a defect "
+                "of the accounting; do not use its answers, and report these steps"
+            )
+        return lower, upper
 
     def privacy_loss_distribution(self) -> Any:
         """The composed privacy loss distribution as dp_accounting's object, to compose further.

@@ -26,6 +26,8 @@ _UNIT = 4 * _ROUNDING
 WINDOW_LOG_MASS = 36.0
 # Terms of δ below exp(-60) of the largest are bounded together.
 _NEGLIGIBLE = 60.0
+# How often the search for a lower bound on ε steps back, a quarter of a deviation each time.
+_STRIDES = 40
 # Relative error of a sum of positive terms and of the exponentials in it.
 _SUM_ERROR = 1e-10
 
@@ -85,9 +87,14 @@ class Composed:
     def epsilon(self, delta: float) -> float:
         """About the smallest ε ≥ 0 with delta(ε) ≤ δ, never below it; inf where there is none.
 
+        Of lower bounds, about the largest ε ≥ 0 with delta(ε) > δ, never above it; 0 where none is
+        found.
+
         Raises:
             PrivacyError: The floating-point term is more than a tenth of δ there.
         """
+        if not self.pessimistic:
+            return self._lower_epsilon(delta)
         if self.outside >= delta:
             return math.inf
         low = max(0.0, (self.start - 1) * self.interval)
@@ -101,12 +108,43 @@ class Composed:
             result = float(optimize.brentq(excess, low, high, xtol=1e-9 * high, rtol=1e-10))
             while self.delta(result) > delta:
                 result += 2e-9 * high
-        if self.pessimistic and self.delta_and_error(result)[1] > 0.1 * delta:
+        if self.delta_and_error(result)[1] > 0.1 * delta:
             raise PrivacyError(
                 f"delta={delta!r} is too small for these steps: the bound on the floating-point "
                 "error of their composition is more than a tenth of it; ask for a larger delta"
             )
         return result
+
+    def _lower_epsilon(self, delta: float) -> float:
+        """An ε ≥ 0 whose δ is above the given one, near the largest.
+
+        A lower bound on δ falls on both sides of where the tilt keeps it accurate: the walk begins
+        there.
+        """
+        losses = (np.arange(self.masses.size) + self.start) * self.interval
+        weights = np.maximum(self.masses, 0.0)
+        weights = weights / weights.sum()
+        centre = float(weights @ losses)
+        stride = 0.25 * math.sqrt(float(weights @ (losses - centre) ** 2)) + self.interval
+        shift = math.log1p(1.0 / self.order) if self.order > 0 else 0.0
+        low = max(centre - shift, 0.0)
+        for _ in range(_STRIDES):
+            if self.delta(low) > delta or low == 0.0:
+                break
+            low = max(low - stride, 0.0)
+        if self.delta(low) <= delta:
+            return 0.0
+        high = low + stride
+        while self.delta(high) > delta:
+            low, high = high, high + stride
+
+        def excess(epsilon: float) -> float:
+            return math.log(max(self.delta(epsilon), 1e-300) / delta)
+
+        result = float(optimize.brentq(excess, low, high, xtol=1e-9 * high, rtol=1e-10))
+        while result > low and self.delta(result) <= delta:
+            result -= 2e-9 * high
+        return max(result, low)
 
     def upper_masses(self) -> Array:
         """Each cell's mass, untilted and raised by the error bound."""

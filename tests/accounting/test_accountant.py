@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dprc import accounting
-from dprc.accounting import Accountant, ScaleLaw
+from dprc.accounting import Accountant, ScaleLaw, prv
 from dprc.accounting.events import StepEvent
 from dprc.accounting.step import step_curves
 from dprc.errors import PrivacyError
@@ -120,6 +120,22 @@ def test_order_of_guarantees():
     values.append(accountant("envelope").epsilon(DELTA))
     assert values == sorted(values)
     assert len(set(values)) == 4
+
+
+def test_bounds_that_contradict_each_other_are_reported(monkeypatch):
+    recorded = accountant("exact")
+    wrong = prv.EpsilonInterval(9.0, 9.0, 9.0)
+    monkeypatch.setattr(prv, "epsilon_interval", lambda counts, delta: wrong)
+    with pytest.raises(RuntimeError, match=r"lower bound 9.0 .* a defect"):
+        recorded.epsilon_bounds(DELTA)
+
+
+@pytest.mark.slow
+def test_lower_end_of_many_noisy_steps_is_near_the_upper():
+    lower, upper = accounting.epsilon_bounds(
+        noise_multiplier=2.194, sample_rate=0.0514, steps=10_000, num_probes=64, delta=1.4e-8
+    )
+    assert 0.99 * upper <= lower <= upper
 
 
 def test_more_probes_cost_less():

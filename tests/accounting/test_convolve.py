@@ -57,6 +57,20 @@ def test_convolution_bounds_a_binomial_from_both_sides(steps, order):
                 assert upper.delta(epsilon) - lower.delta(epsilon) <= 1e-9
 
 
+@pytest.mark.parametrize("delta", [1e-3, 1e-20])
+def test_lower_end_is_found_where_the_tilt_is_accurate(delta):
+    """Far below, rounding leaves nothing of a lower bound on δ: the search may not begin there."""
+    pmf, _ = binomial_pmf()
+    order = 0.06 if delta == 1e-3 else 0.2
+    lower, upper = (
+        convolve([pmf], [np.array([-1, 1])], [3000], 1.0, order, pessimistic=side)
+        for side in (False, True)
+    )
+    assert 0.99 * upper.epsilon(delta) <= lower.epsilon(delta) <= upper.epsilon(delta)
+    assert lower.delta(0.0) == 0.0
+    assert lower.delta(lower.epsilon(delta)) > delta
+
+
 def test_tilting_keeps_the_relative_accuracy_of_the_tail():
     """At δ = 3e-22 the untilted transform knows nothing, the tilted one all but a thousandth."""
     pmf, p = binomial_pmf()
