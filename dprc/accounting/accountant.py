@@ -201,7 +201,9 @@ class Accountant:
         from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
         remove, add = self._compositions(DEFAULT_TOLERANCE)
-        interval = min(remove.export_interval(), add.export_interval())
+        # One interval for both: the finer that suits, if neither gets too long.
+        suiting, least = zip(remove.export_interval(), add.export_interval(), strict=True)
+        interval = max(*least, min(suiting))
         pmfs = []
         for composition in (remove, add):
             start, masses, infinite = composition.masses(interval)

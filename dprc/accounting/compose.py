@@ -129,11 +129,17 @@ class Composition:
         ]
         return View(order, reference, high - low, limits)
 
-    def export_interval(self) -> float:
-        """The lattice interval that suits an exported distribution."""
+    def export_interval(self) -> tuple[float, float]:
+        """The lattice interval that suits an exported distribution, and the least allowed one.
+
+        Below the latter the distribution would have too many cells.
+        """
         coarse = self._coarse(min(_EXPORT_DELTAS))
         tilts = [_order_for_delta(coarse, self._counts, delta) for delta in _EXPORT_DELTAS]
-        return min(self._interval(coarse, order, reference) for order, reference in tilts)
+        windows = [window(coarse, self._counts, order) for order in (0.0, *(t[0] for t in tilts))]
+        width = max(high for _, high in windows) - min(low for low, _ in windows)
+        interval = min(self._interval(coarse, order, reference) for order, reference in tilts)
+        return interval, width / _MAX_CELLS
 
     def masses(self, interval: float) -> tuple[int, Array, float]:
         """The composed loss itself, accurate in the tail too.

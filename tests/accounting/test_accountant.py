@@ -91,6 +91,15 @@ class TestContract:
             assert 1.0 <= pmf._probs.sum() + pmf._infinity_mass <= 1.0 + 1e-3
 
 
+def test_exported_distribution_of_a_heavy_tail_has_a_bounded_length(monkeypatch):
+    """Removing a sample has a long tail, adding one a fine lattice: both at once would explode."""
+    monkeypatch.setattr("dprc.accounting.compose._MAX_CELLS", 2**15)
+    recorded = accountant("shared", law=ScaleLaw.chi2(16), noise_multiplier=0.7, count=20)
+    pld = recorded.privacy_loss_distribution()
+    assert pld._pmf_remove._probs.size + pld._pmf_add._probs.size <= 2**16
+    assert pld.get_epsilon_for_delta(DELTA) >= recorded.epsilon(DELTA) * (1 - 1e-3)
+
+
 def test_different_steps_compose_between_their_pure_runs():
     mixed = Accountant()
     mixed.step(**STEP, **KINDS["exact"], count=50)
