@@ -80,20 +80,20 @@ class Accountant:
 
         Args:
             delta: In (0, 1).
-            tolerance: Relative excess that the lattice may cause.
+            tolerance: Relative excess that the lattice may cause, in (0, 1).
 
         Returns:
             ε ≥ 0; 0 before the first step, inf after a step without noise.
 
         Raises:
-            ValueError: delta is out of range.
+            ValueError: delta or tolerance is out of range.
             PrivacyError: delta is so small that floating-point error could decide it.
 
         Guarantee:
             All steps together are (ε, delta)-differentially private under adding or removing one
             sample, in floating-point arithmetic too (docs/theory.md, Theorem 9).
         """
-        delta = validate.delta(delta)
+        delta, tolerance = validate.delta(delta), validate.tolerance(tolerance)
         answer: float = self._answer(
             ("epsilon", delta, tolerance),
             lambda: _larger_epsilon(self._compositions(tolerance), delta),
@@ -255,7 +255,7 @@ def _larger_epsilon(directions: Sequence[Composition], delta: float) -> float:
             largest = max(largest, float(direction.epsilon(delta)))
         except PrivacyError as refusal:
             refused.append((direction, refusal))
-    for direction, refusal in refused:
+    for direction, reason in refused:
         if direction.ceiling(delta) > largest:
-            raise refusal
+            raise reason
     return largest

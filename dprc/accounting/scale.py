@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -75,7 +76,8 @@ class ScaleLaw:
                     f"num_probes must be None for the exact law, got {self.num_probes!r}"
                 )
         elif self.kind == "chi2":
-            _check_probes(self.num_probes)
+            # A plain int: a law is compared, hashed, and saved as JSON.
+            object.__setattr__(self, "num_probes", _checked_probes(self.num_probes))
         else:
             raise ValueError(f"kind must be 'exact' or 'chi2', got {self.kind!r}")
 
@@ -117,11 +119,12 @@ class ScaleLaw:
             )
 
 
-def _check_probes(num_probes: object) -> None:
-    if isinstance(num_probes, bool) or not isinstance(num_probes, int):
+def _checked_probes(num_probes: object) -> int:
+    if isinstance(num_probes, bool) or not isinstance(num_probes, Integral):
         raise ValueError(f"num_probes must be an int, got {num_probes!r}")
     if num_probes < 1:
         raise ValueError(f"num_probes must be at least 1, got {num_probes}")
+    return int(num_probes)
 
 
 def scale_law(estimator: str, num_probes: int = 32, head_rank: int | None = None) -> ScaleLaw:
@@ -151,7 +154,8 @@ def scale_law(estimator: str, num_probes: int = 32, head_rank: int | None = None
     if head_rank is not None:
         if estimator != "hutchpp":
             raise ValueError(f"head_rank={head_rank!r} is only for hutchpp, not {estimator!r}")
-        if isinstance(head_rank, bool) or not isinstance(head_rank, int) or head_rank < 1:
+        whole = isinstance(head_rank, (int, np.integer)) and not isinstance(head_rank, bool)
+        if not whole or head_rank < 1:
             raise ValueError(f"head_rank must be an int of at least 1, got {head_rank!r}")
     if estimator in EXACT_ESTIMATORS:
         return ScaleLaw.exact()

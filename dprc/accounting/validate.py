@@ -1,7 +1,7 @@
 """Checks of arguments: every message names the argument, its value and what is allowed."""
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 
 from dprc.accounting.scale import ScaleLaw
 
@@ -20,12 +20,12 @@ def real(name: str, value: object) -> float:
 
 
 def positive_int(name: str, value: object) -> int:
-    """An int of at least 1; floats and bools are refused, even when whole."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """An int of at least 1, numpy's too; floats and bools are refused, even when whole."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an int, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
+    return int(value)
 
 
 def noise_multiplier(value: object, *, allow_zero: bool = False) -> float:
@@ -59,6 +59,14 @@ def delta(value: object) -> float:
     number = real("delta", value)
     if not 0 < number < 1:
         raise ValueError(f"delta must be in (0, 1), got {value!r}")
+    return number
+
+
+def tolerance(value: object) -> float:
+    """A relative excess in (0, 1)."""
+    number = real("tolerance", value)
+    if not 0 < number < 1:
+        raise ValueError(f"tolerance must be in (0, 1), got {value!r}")
     return number
 
 

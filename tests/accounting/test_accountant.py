@@ -248,9 +248,22 @@ def test_recording_only_counts(monkeypatch):
 def test_numpy_numbers_are_accepted():
     recorded = Accountant()
     recorded.step(
-        noise_multiplier=np.float64(1.0), sample_rate=np.float64(0.1), **KINDS["exact"], count=1
+        noise_multiplier=np.float64(1.0),
+        sample_rate=np.float64(0.1),
+        law=ScaleLaw.chi2(np.int64(32)),
+        sketch="shared",
+        analysis="tight",
+        count=np.int64(3),
     )
+    assert recorded.steps == 3
     assert json.dumps(recorded.state_dict())
+    assert ScaleLaw.chi2(np.int64(32)) == ScaleLaw.chi2(32)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, 1.0, math.nan, True, "1e-4"])
+def test_tolerance_outside_its_range_is_refused(tolerance):
+    with pytest.raises(ValueError, match="tolerance must be"):
+        accountant("exact").epsilon(DELTA, tolerance=tolerance)
 
 
 def test_public_functions_agree_with_the_accountant():
