@@ -187,13 +187,13 @@ def combine_laws(laws: Iterable[ScaleLaw]) -> ScaleLaw:
 
 @dataclass(frozen=True)
 class RatioNodes:
-    """A measure on ratios that overestimates E φ(R) for convex φ ≥ 0 with φ(0) ≤ 1.
+    """A measure on ratios that overestimates E φ(R) for convex φ ≥ 0.
 
     Attributes:
         ratios: Increasing, positive; shape (nodes,).
         masses: Rounded up; shape (nodes,).
         masses_low: Rounded down; shape (nodes,).
-        mass_at_zero: Mass whose φ is taken to be 1, rounded up.
+        mass_at_zero: Mass whose φ is to be taken as φ(0), rounded up.
     """
 
     ratios: Array
@@ -207,8 +207,8 @@ def ratio_nodes(law: ScaleLaw) -> RatioNodes:
     """Nodes of the tight analysis: each bin's mass goes to its two ends, keeping its mean.
 
     Guarantee:
-        For convex non-increasing φ ≥ 0 with φ ≤ 1 below the first node, Σ masses·φ(ratios) +
-        mass_at_zero ≥ E φ(R), floating-point error included (docs/theory.md, Lemma 7).
+        For convex non-increasing φ ≥ 0, Σ masses·φ(ratios) + mass_at_zero·φ(0) ≥ E φ(R),
+        floating-point error included (docs/theory.md, Lemma 7).
     """
     if law.num_probes is None:
         one = np.ones(1)

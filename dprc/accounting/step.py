@@ -27,6 +27,8 @@ _TINY = 1e-300
 _TAIL_ERROR = 1e-12
 # max |x φ(x)|, rounded up: the largest second derivative of the normal distribution function.
 _MAX_CURVATURE = 0.24198
+# φ(0)/2, rounded up: a tangent at μ* rises by at most this times μ* on the way to R = 0.
+_TANGENT_RISE = 0.2
 
 CurveFn = Callable[[Array], Array]
 
@@ -152,7 +154,9 @@ def shared_curve(sigma: float, nodes: RatioNodes, *, convex_order: bool) -> Curv
         for part in _blocks(log_gamma.size, mu.size):
             value = _majorant(log_gamma[part, None], mu, convex_order=convex_order)
             total[part] = value @ nodes.masses
-        total = (total + nodes.mass_at_zero) * (1.0 + mu.size * _UNIT) + _TINY
+        # Towards R = 0 the tangent rises above 1, to its value there (Lemma 7).
+        at_zero = nodes.mass_at_zero * (1.0 + _TANGENT_RISE * _inflection(log_gamma))
+        total = (total + at_zero) * (1.0 + mu.size * _UNIT) + _TINY
         return np.minimum(total, 1.0)
 
     return curve
@@ -164,8 +168,8 @@ def _majorant(log_gamma: Array, mu: Array, *, convex_order: bool) -> Array:
     value = value + error
     if not convex_order:
         return value
-    # Convex in R exactly where μ² < 6 + 2√(9+ε²) (Lemma 2); beyond, the tangent there (Lemma 3).
-    star = np.sqrt(6.0 + 2.0 * np.hypot(3.0, log_gamma))
+    # Convex in R exactly below this μ (Lemma 2); beyond, the tangent there (Lemma 3).
+    star = _inflection(log_gamma)
     beyond = mu > star
     if not beyond.any():
         return value
@@ -174,6 +178,12 @@ def _majorant(log_gamma: Array, mu: Array, *, convex_order: bool) -> Array:
     rise = slope * (1.0 - (star / np.maximum(mu, star)) ** 2)
     tangent = at_star + error_star + rise * (1.0 + _TAIL_ERROR)
     return np.where(beyond, tangent, value)
+
+
+def _inflection(log_gamma: Array) -> Array:
+    """The μ up to which the hockey-stick divergence is convex in R: μ² = 6 + 2√(9+ε²)."""
+    star: Array = np.sqrt(6.0 + 2.0 * np.hypot(3.0, log_gamma))
+    return star
 
 
 def envelope_curve(sigma: float, law: ScaleLaw) -> CurveFn:
@@ -192,7 +202,7 @@ def envelope_curve(sigma: float, law: ScaleLaw) -> CurveFn:
             column = log_gamma[part, None]
             value, error = gaussian_hockey_stick(column, mu)
             value = value + error
-            star = np.sqrt(6.0 + 2.0 * np.hypot(3.0, column))
+            star = _inflection(column)
             # Where the integrand is convex its chord bounds it; elsewhere its largest value does.
             chord = bins.low * value[:, :-1] + bins.high * value[:, 1:]
             flat = (bins.low + bins.high) * value[:, :-1]
@@ -290,11 +300,14 @@ def _threshold_bounds(t: Array, mu: Array, nodes: RatioNodes) -> tuple[Array, Ar
             hit = np.where(beyond, lower_tail(star - column) + rise, hit)
             fall = lower_tail(column - star) * (1.0 - _TAIL_ERROR) - rise * (1.0 + _TAIL_ERROR)
             complement = np.where(beyond, fall, complement)
-        power[part] = hit @ nodes.masses + nodes.mass_at_zero
+        # Towards R = 0 the tangents end above 1, and below 0 (Lemma 7).
+        rise_at_zero = nodes.mass_at_zero * _TANGENT_RISE * star[:, 0]
+        power[part] = hit @ nodes.masses + nodes.mass_at_zero + rise_at_zero
         # A negative term is weighted up, a positive one down.
         miss[part] = (
             np.maximum(complement, 0.0) @ nodes.masses_low
             + np.minimum(complement, 0.0) @ nodes.masses
+            - rise_at_zero
         )
     # The true T is a probability and never rises: neither need its bound.
     power = np.minimum.accumulate(np.minimum(power * (1.0 + 2 * _TAIL_ERROR), 1.0))
