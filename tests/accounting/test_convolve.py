@@ -14,7 +14,7 @@ from tests.accounting import truth
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-8, 1e-12])
-@pytest.mark.parametrize("steps", [1, 7, 1000, 10**5, 10**6])
+@pytest.mark.parametrize("steps", [1, 7, 1000, pytest.param(10**5, marks=pytest.mark.slow), 10**6])
 @pytest.mark.parametrize("epsilon_scale", [0.1, 1.0, 4.0])
 def test_composition_is_never_below_the_gaussian_truth(steps, delta, epsilon_scale):
     """N Gaussian steps are one Gaussian of √n times the sensitivity."""

@@ -106,7 +106,7 @@ def test_extreme_inputs_are_answered_or_refused(case):
 
 @pytest.mark.parametrize("probes", [8, 16])
 @pytest.mark.parametrize(("sketch", "sigma"), [("shared", 0.6), ("per_sample", 1.0)])
-@pytest.mark.parametrize("delta", [1e-5, 1e-9])
+@pytest.mark.parametrize("delta", [1e-5, pytest.param(1e-9, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:num_probes=8")
 def test_delta_inverts_epsilon_for_heavy_tails(probes, sketch, sigma, delta):
     """Nearly flat in ε, δ tells a lattice's thousandth of a percent: it may be smaller."""
@@ -140,9 +140,9 @@ def test_knowing_less_costs_less_in_steep_tails(rate, steps, sigma, delta):
 
 def test_delta_falls_with_epsilon_to_nothing():
     settings = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000, "estimator": "exact"}
-    epsilons = (0, 0.1, 2, 10, 20, 1000)
+    epsilons = (0, 2, 10, 1000)
     deltas = [accounting.delta(epsilon=epsilon, **settings) for epsilon in epsilons]
-    assert all(low < high for high, low in itertools.pairwise(deltas[:5]))
+    assert all(low < high for high, low in itertools.pairwise(deltas[:3]))
     assert 0.0 <= deltas[-1] < 1e-50
 
 
@@ -158,7 +158,9 @@ def test_a_few_steps_are_answered_where_the_loss_piles_up():
 
 
 @pytest.mark.parametrize("kind", [COLUMNS[0], COLUMNS[2], COLUMNS[4]])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
 def test_a_few_steps_are_never_refused(kind, seed):
     generator = random.Random(seed)
     settings = {
