@@ -282,6 +282,11 @@ class Capture:
             own = self._own(module)
             if not own:
                 continue
+            if capture_of(module) is not None:
+                raise PrivacyError(
+                    f"{path or 'model'}: another PrivacyEngine holds this model. Call detach() of "
+                    "that engine first."
+                )
             if "forward" in module.__dict__:
                 raise PrivacyError(
                     f"{path or 'model'}: its forward is already replaced by other code, which the "

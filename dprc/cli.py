@@ -41,4 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Bad input is told in one line; a defect of ours keeps its traceback.
         print(f"dprc {parsed.command}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"dprc {parsed.command}: interrupted; no result was written", file=sys.stderr)
+        return 130
     return code or 0

@@ -83,7 +83,7 @@ class PrivacyEngine:
 
     Guarantee: with samples drawn by ``poisson_loader`` (add/remove adjacency, one item one
         privacy unit), all parameters after any number of steps are (ε, δ)-private with ε =
-        ``epsilon(δ)``, assuming exact Gaussian noise. ``squared_norms``, ``clipped_fraction``,
+        ``epsilon(δ)``, assuming exact Gaussian noise. ``squared_norms``, ``clipped_samples``,
         losses, and whatever is chosen by looking at them are not covered.
 
     Source: Algorithm 1 of Ullah et al. (arXiv 2605.24879). Deviations: per-sample sketches and
@@ -222,6 +222,15 @@ class PrivacyEngine:
             **clipping,
             **others,
         )
+        if engine.law.is_exact and engine.estimator.randomized:
+            # Every parameter is narrow enough for an exact norm (LoRA, for one): it needs less noise.
+            engine.noise_multiplier = accounting.noise_multiplier(
+                epsilon=epsilon,
+                delta=delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                estimator="exact",
+            )
         engine._max_steps = steps
         return engine
 

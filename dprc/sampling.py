@@ -64,6 +64,13 @@ class LogicalBatch(Sized):
         """Return the number of samples."""
         return len(self.indices)
 
+    def __getitem__(self, key: object) -> Any:
+        """Refuse to be taken for a batch: it is a sequence of physical ones."""
+        raise TypeError(
+            "a logical batch is not a batch: write `for batch in logical_batch`, call "
+            "engine.backward() for each, then engine.step() once"
+        )
+
     def __iter__(self) -> Iterator[Any]:
         """Yield collated batches of at most ``max_physical_batch`` samples."""
         for start in range(0, len(self.indices), self._max):

@@ -157,6 +157,8 @@ def train(settings: RunSettings, folder: Path, *, show_progress: bool = False) -
         ValueError: A setting out of range.
         FileNotFoundError: Data or model are not prepared.
     """
+    # Before anything is trained: a folder that cannot be written would lose the run.
+    folder.mkdir(parents=True, exist_ok=True)
     dataset = tasks.load_dataset(Path(settings.task.data), tasks.get(settings.task.name).name)
     model, tokenizer = load_classifier(
         Path(settings.model.path), len(dataset.label_names), settings.seed

@@ -436,6 +436,14 @@ class TestRefusals:
         engine.detach()
         copy.deepcopy(model)
 
+    def test_a_model_that_another_engine_holds(self):
+        model = zoo.build("llama")
+        engine = make_engine(model)
+        with pytest.raises(dprc.PrivacyError, match="another PrivacyEngine holds this model"):
+            make_engine(model)
+        engine.detach()
+        make_engine(model)
+
     def test_a_looped_module_that_takes_an_object(self):
         class Cached(nn.Module):
             def __init__(self):

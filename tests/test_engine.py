@@ -525,6 +525,18 @@ class TestAccounting:
         with pytest.raises(dprc.PrivacyError, match="calibrated for 2 steps"):
             engine.step()
 
+    def test_a_model_without_randomized_norms_pays_for_none(self):
+        model = zoo.build("lora")
+        trained = [p for p in model.parameters() if p.requires_grad]
+        target = {"epsilon": 3.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 20}
+        engine = dprc.PrivacyEngine.with_epsilon(
+            model, torch.optim.SGD(trained, lr=0.1), max_grad_norm=1.0, expected_batch_size=3,
+            privacy_seed=0, **target,
+        )  # fmt: skip
+        exact = dprc.accounting.noise_multiplier(estimator="exact", **target)
+        assert engine.noise_multiplier == exact
+        assert exact < dprc.accounting.noise_multiplier(**target)
+
     def test_a_narrow_matrix_and_an_embedding_are_exact(self):
         model = zoo.build("lora")
         engine = make_engine(model, estimator="hutchinson", num_probes=5)

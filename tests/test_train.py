@@ -134,7 +134,12 @@ class TestRefusals:
             train(settings(prepared, task=task), tmp_path / "out")
         with pytest.raises(FileNotFoundError, match="dprc prepare-model"):
             train(settings(prepared, model={"path": str(tmp_path)}), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
+        assert not list((tmp_path / "out").iterdir())
+
+    def test_an_output_that_is_no_folder_before_anything_is_trained(self, prepared, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(FileExistsError):
+            train(settings(prepared), tmp_path / "file")
 
     def test_more_tokens_than_the_model_has_positions(self, prepared, tmp_path):
         task = {"name": "bbc_offline", "data": str(prepared / "data"), "max_tokens": 9000}

@@ -88,6 +88,8 @@ def _incomplete_method(where: str, method: Mapping[str, Any] | None) -> Iterator
     if method is None:
         return
     randomized = method["estimator"] in ("hutchinson", "hutchpp")
+    if method.get("analysis") == "envelope" and method.get("sketch") == "per_sample":
+        yield f"{where}: analysis 'envelope' needs sketch 'shared'"
     for key in ("num_probes", "sketch", "analysis"):
         if randomized and key not in method:
             yield f"{where}: estimator {method['estimator']!r} needs {key!r}"

@@ -50,6 +50,8 @@ def _check(arguments: argparse.Namespace) -> int:
         print(json.dumps({"parameters": rows, "max_relative_error": worst}, indent=2))
     else:
         width = max(len(row["name"]) for row in rows)
+        print("Exact norms against brute force. 'estimator' is what training would use.")
+        print(f"{'parameter':<{width}}  {'captured as':<18} {'estimator':<11} relative error")
         for row in rows:
             print(
                 f"{row['name']:<{width}}  {row['captured_as']:<18} {row['estimator']:<11} "

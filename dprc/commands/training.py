@@ -37,7 +37,10 @@ def add_parsers(subparsers: Any) -> None:
     train = subparsers.add_parser(
         "train",
         help="one training run, from a settings file to metrics.json",
-        description="Train one model, privately or not, and evaluate it on the test split.",
+        description=(
+            "Train one model, privately or not, and evaluate it on the test split. A run that is "
+            "interrupted writes nothing and starts anew."
+        ),
         epilog="example: dprc train --config run.yaml --out results/my-run",
     )
     train.add_argument("--config", required=True, help="YAML or JSON settings; - reads stdin")
