@@ -223,7 +223,7 @@ class PrivacyEngine:
             **others,
         )
         if engine.law.is_exact and engine.estimator.randomized:
-            # Every parameter is narrow enough for an exact norm (LoRA, for one): it needs less noise.
+            # Every norm is exact here (LoRA, for one), which needs less noise.
             engine.noise_multiplier = accounting.noise_multiplier(
                 epsilon=epsilon,
                 delta=delta,
