@@ -1,16 +1,11 @@
-"""The graph of every configuration is made in seconds, with and without conda."""
+"""The graph of every configuration is made without heavy imports, with and without conda."""
 
 import json
 import re
-import resource
 
 import pytest
 
 from tests.workflow.conftest import read_plan
-
-# In units of `snakemake --version`, about a second on an idle machine: both slow down alike when
-# tests share the machine.
-DRY_RUN_LIMIT = 3.0
 
 
 @pytest.fixture
@@ -21,20 +16,9 @@ def poisoned_imports(tmp_path):
     return str(tmp_path)
 
 
-def processor_seconds(project, *arguments, **environment):
-    """Run Snakemake and measure the processor time it takes."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = project.snakemake(*arguments, **environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stdout
-    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 # The paper's configuration is the largest, and has none of the default one's tasks.
-def test_dry_run_is_quick_and_imports_nothing_heavy(project, poisoned_imports):
-    _, unit = processor_seconds(project, "--version")
-    done, used = processor_seconds(
-        project,
+def test_dry_run_imports_nothing_heavy(project, poisoned_imports):
+    done = project.snakemake(
         "--dry-run",
         "--quiet",
         "rules",
@@ -44,11 +28,11 @@ def test_dry_run_is_quick_and_imports_nothing_heavy(project, poisoned_imports):
         "results/all",
         PYTHONPATH=poisoned_imports,
     )
+    assert done.returncode == 0, done.stdout
     plan = read_plan(done.stdout)
     assert plan["prepare_dataset"] == 3
     assert plan["calibrate_noise"] == 21 + 4
     assert plan["train_model"] == 3 * (10 + 10 + 7 * 3)
-    assert used < DRY_RUN_LIMIT * unit
 
 
 def test_use_conda_finds_the_environment_of_every_rule(project, tmp_path):
