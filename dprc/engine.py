@@ -211,9 +211,13 @@ class PrivacyEngine:
         }
         # What "auto" may choose has no worse law than hutchinson.
         charged = clipping | {"estimator": "hutchinson" if estimator == "auto" else estimator}
-        sigma = accounting.noise_multiplier(
-            epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps, **charged
-        )
+        target: dict[str, Any] = {
+            "epsilon": epsilon,
+            "delta": delta,
+            "sample_rate": sample_rate,
+            "steps": steps,
+        }
+        sigma = accounting.noise_multiplier(**target, **charged)
         engine = cls(
             model,
             optimizer,
@@ -224,13 +228,7 @@ class PrivacyEngine:
         )
         if engine.law.is_exact and engine.estimator.randomized:
             # Every norm is exact here (LoRA, for one), which needs less noise.
-            engine.noise_multiplier = accounting.noise_multiplier(
-                epsilon=epsilon,
-                delta=delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                estimator="exact",
-            )
+            engine.noise_multiplier = accounting.noise_multiplier(**target, estimator="exact")
         engine._max_steps = steps
         return engine
 
