@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,68 +14,14 @@ import yaml
 from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
-from dprc import accounting, losses, tasks
+from dprc import accounting
 from dprc.engine import PrivacyEngine
 from dprc.errors import PrivacyError
-from dprc.models import load_classifier
 from dprc.noise import Stream
 from dprc.results import write_result, write_text_atomic
 from dprc.sampling import LogicalBatch, PlainSampler, PoissonLoader
 from dprc.settings import PrivacySettings, RunSettings, TrainingSettings
-from dprc.tasks import Example
-
-_EVALUATION_BATCH = 128
-
-
-class TokenisedExamples:
-    """Examples as ids, cut to a number of tokens; each is tokenised alone.
-
-    Args:
-        examples: Documents.
-        tokenizer: A Hugging Face tokenizer.
-        max_tokens: Tokens kept from the start of each document.
-    """
-
-    def __init__(self, examples: Sequence[Example], tokenizer: Any, max_tokens: int) -> None:
-        encoded = tokenizer(
-            [example.text for example in examples], truncation=True, max_length=max_tokens
-        )
-        self._ids: list[list[int]] = encoded["input_ids"]
-        self._labels = [example.label for example in examples]
-        self._pad = tokenizer.pad_token_id
-
-    def __len__(self) -> int:
-        """Return the number of documents."""
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> tuple[list[int], int]:
-        """Return the ids and the label of one document."""
-        return self._ids[index], self._labels[index]
-
-    def collate(self, items: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
-        """Pad to the longest; masked positions change no sample's loss."""
-        longest = max(len(ids) for ids, _ in items)
-        ids = torch.full((len(items), longest), self._pad)
-        mask = torch.zeros(len(items), longest, dtype=torch.long)
-        for row, (tokens, _) in enumerate(items):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            mask[row, : len(tokens)] = 1
-        labels = torch.tensor([label for _, label in items])
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, examples: TokenisedExamples) -> float:
-    """Return the fraction of documents whose label is predicted."""
-    model.eval()
-    right = 0
-    for start in range(0, len(examples), _EVALUATION_BATCH):
-        stop = min(start + _EVALUATION_BATCH, len(examples))
-        batch = examples.collate([examples[i] for i in range(start, stop)])
-        labels = batch.pop("labels")
-        right += int((model(**batch).logits.argmax(-1) == labels).sum())
-    model.train()
-    return right / len(examples)
+from dprc.workload import Workload, prepare_workload
 
 
 @dataclass
@@ -159,29 +105,19 @@ def train(settings: RunSettings, folder: Path, *, show_progress: bool = False) -
     """
     # Before anything is trained: a folder that cannot be written would lose the run.
     folder.mkdir(parents=True, exist_ok=True)
-    dataset = tasks.load_dataset(Path(settings.task.data), tasks.get(settings.task.name).name)
-    model, tokenizer = load_classifier(
-        Path(settings.model.path), len(dataset.label_names), settings.seed
-    )
-    length = settings.task.max_tokens
-    limit = model.backbone.config.max_position_embeddings
-    if length > limit:
-        raise ValueError(f"task.max_tokens: the model has {limit} positions, got {length}")
-    train_examples = TokenisedExamples(dataset.train, tokenizer, length)
-    test_examples = TokenisedExamples(dataset.test, tokenizer, length)
+    workload = prepare_workload(settings)
+    model = workload.model
 
     started, log = time.perf_counter(), StepLog()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # dropout, if the model has any
-        engine = _fit(model, train_examples, settings, log, show_progress)
+        engine = _fit(workload, settings, log, show_progress)
     train_seconds = time.perf_counter() - started
 
     metrics = {
-        "test_accuracy": accuracy(model, test_examples),
-        "nonprivate_train_accuracy": accuracy(model, train_examples),
-        "majority_accuracy": _majority(dataset),
-        "train_documents": len(train_examples),
-        "test_documents": len(test_examples),
+        **workload.evaluate(),
+        "train_documents": len(workload.train),
+        "test_documents": len(workload.test),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "steps": settings.training.steps,
         "train_seconds": train_seconds,
@@ -201,11 +137,6 @@ def train(settings: RunSettings, folder: Path, *, show_progress: bool = False) -
         folder / "metrics.json", config=settings.model_dump(), metrics=metrics, privacy=privacy
     )
     return metrics
-
-
-def _majority(dataset: tasks.Dataset) -> float:
-    labels = [example.label for example in dataset.test]
-    return max(labels.count(label) for label in set(labels)) / len(labels)
 
 
 def _privacy_section(
@@ -230,14 +161,10 @@ def _privacy_section(
 
 
 def _fit(
-    model: nn.Module,
-    examples: TokenisedExamples,
-    settings: RunSettings,
-    log: StepLog,
-    show_progress: bool,
+    workload: Workload, settings: RunSettings, log: StepLog, show_progress: bool
 ) -> PrivacyEngine | None:
     """Train in place; return the engine of a private run."""
-    training = settings.training
+    training, model, examples = settings.training, workload.model, workload.train
     optimizer = make_optimizer(model, training)
     scheduler = make_scheduler(optimizer, training)
     model.train()
@@ -258,7 +185,7 @@ def _fit(
             optimizer.step()
             optimizer.zero_grad()
 
-        _loop(model, loader, backward, step, scheduler, log, show_progress)
+        _loop(workload, loader, backward, step, scheduler, log, show_progress)
         return None
 
     clipping = settings.method.accounting()
@@ -279,12 +206,12 @@ def _fit(
         max_physical_batch=training.max_physical_batch,
         collate_fn=examples.collate,
     )
-    _loop(model, loader, engine.backward, engine.step, scheduler, log, show_progress)
+    _loop(workload, loader, engine.backward, engine.step, scheduler, log, show_progress)
     return engine
 
 
 def _loop(
-    model: nn.Module,
+    workload: Workload,
     loader: PoissonLoader,
     backward: Callable[[torch.Tensor], None],
     step: Callable[[], None],
@@ -295,7 +222,7 @@ def _loop(
     for logical_batch in _with_progress(loader, show_progress):
         started, total = time.perf_counter(), 0.0
         for batch in logical_batch:
-            values = losses.classification_loss(model, batch)
+            values = workload.losses(batch)
             backward(values)
             total += float(values.detach().nan_to_num(posinf=0.0).sum())
         step()

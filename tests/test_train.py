@@ -12,7 +12,8 @@ from dprc import accounting, tasks
 from dprc.models import MeanPooledClassifier, TinyLlama, load_classifier, principal_components
 from dprc.results import write_result
 from dprc.settings import RunSettings
-from dprc.train import TokenisedExamples, calibrated_noise, make_scheduler, train
+from dprc.train import calibrated_noise, make_scheduler, train
+from dprc.workload import TokenisedExamples
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy_seed", "ignore:num_probes")
 VOCABULARY = 300
