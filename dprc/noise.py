@@ -10,17 +10,22 @@ sensitive as the data.
 """
 
 import hashlib
+import math
 import secrets
 import struct
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 _WORD = 2**32
+# Gaussian numbers made at once: small enough for a processor's cache.
+CHUNK = 2**16
 
 
 class Position(NamedTuple):
@@ -44,16 +49,16 @@ class Stream:
 
     key: tuple[int, int] = field(repr=False)  # out of tracebacks and logs
 
-    def generator(self, position: Position) -> np.random.Generator:
+    def generator(self, position: Position, *, chunk: int = 0) -> np.random.Generator:
         """Return numpy's generator at a position; distinct positions never overlap.
 
         Philox counts in 256 bits. The low 64 count the numbers drawn from one position, the
-        other 192 are the position itself.
+        other 192 are the position itself. ``chunk`` skips that many chunks of ``CHUNK`` numbers.
         """
         if not all(0 <= field < _WORD for field in position):
             raise ValueError(f"position: fields must be in [0, 2**32), got {position}")
         counter = [
-            0,
+            chunk * CHUNK,  # one count gives four words, more than the numbers of a chunk need
             position.block | position.parameter * _WORD,
             position.sample | position.rank * _WORD,
             position.step | position.role * _WORD,
@@ -79,15 +84,30 @@ class Stream:
             dtype: float64 for float64 models (tests), float32 otherwise.
 
         Returns:
-            A tensor of the given shape.
+            A tensor of the given shape; a part of it is no function of the position alone.
         """
         if device.type in ("cpu", "meta"):
-            numpy_dtype = np.float64 if dtype == torch.float64 else np.float32
-            drawn = self.generator(position).standard_normal(shape, dtype=numpy_dtype)
-            return torch.from_numpy(drawn).to(device=device, dtype=dtype)
+            if dtype == torch.float64:
+                drawn = self.generator(position).standard_normal(shape)
+                return torch.from_numpy(drawn).to(device=device)
+            numbers = np.empty(shape, dtype=np.float32)
+            flat = numbers.reshape(-1)
+            for chunk, start in enumerate(range(0, flat.size, CHUNK)):
+                self.fill_normal(flat[start : start + CHUNK], position, chunk=chunk)
+            return torch.from_numpy(numbers).to(device=device, dtype=dtype)
         generator = torch.Generator(device=device)
         generator.manual_seed(self._hash(position))
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def fill_normal(
+        self, numbers: npt.NDArray[np.float32], position: Position, *, chunk: int
+    ) -> None:
+        """Overwrite one chunk of a position's float32 numbers, at most ``CHUNK`` of them."""
+        pairs = (numbers.size + 1) // 2
+        words = self.generator(position, chunk=chunk).bit_generator.random_raw(
+            pairs + -(-pairs // 2)
+        )
+        box_muller(numbers, words[:pairs], words[pairs:].view(np.int32)[:pairs])
 
     def _hash(self, position: Position) -> int:
         packed = struct.pack("<2Q6Q", *self.key, *position)
@@ -151,6 +171,38 @@ class RandomStreams:
         return cls(*_three_streams(words), releasable=bool(state["releasable"]))
 
 
+def box_muller(
+    numbers: npt.NDArray[np.float32],
+    radius_bits: npt.NDArray[np.uint64],
+    angle_bits: npt.NDArray[np.int32],
+) -> None:
+    """Turn uniform bits into independent standard normal numbers.
+
+    The squared radius is drawn in double precision from 63 bits: the numbers reach 9.3 standard
+    deviations, beyond which less than 1e-20 of a Gaussian lies, and no angle makes one zero. The
+    vectorised functions make this two to three times as fast as numpy's ``standard_normal``.
+
+    Args:
+        numbers: (n,), overwritten.
+        radius_bits: (⌈n/2⌉,).
+        angle_bits: (⌈n/2⌉,).
+    """
+    pairs = radius_bits.size
+    # Signed, for processors convert those ten times as fast; in (0, 1] after the scaling.
+    uniform = (radius_bits >> np.uint64(1)).view(np.int64).astype(np.float64)
+    uniform += 1.0
+    uniform *= 2.0**-63
+    squared = np.log(uniform, out=uniform)
+    squared *= -2.0
+    radius = np.sqrt(squared, out=squared).astype(np.float32)
+    angle = angle_bits.astype(np.float32)
+    angle += np.float32(0.5)
+    angle *= np.float32(math.pi * 2.0**-31)
+    np.multiply(radius, np.cos(angle), out=numbers[:pairs])
+    rest = numbers[pairs:]
+    np.multiply(radius[: rest.size], np.sin(angle[: rest.size]), out=rest)
+
+
 def _three_streams(words: Sequence[int]) -> tuple[Stream, Stream, Stream]:
     first, second, third = (Stream((words[2 * i], words[2 * i + 1])) for i in range(3))
     return first, second, third
@@ -174,5 +226,30 @@ def add_gaussian_noise_(
     if standard_deviation == 0:
         return total
     position = Position(step=step, parameter=parameter)
+    if total.device.type == "cpu" and total.dtype == torch.float32 and total.is_contiguous():
+        _add_by_chunk(total.view(-1).numpy(), standard_deviation, stream, position)
+        return total
     noise = stream.normal(tuple(total.shape), position, device=total.device, dtype=total.dtype)
     return total.add_(noise, alpha=standard_deviation)
+
+
+def _add_by_chunk(
+    flat: npt.NDArray[np.float32], standard_deviation: float, stream: Stream, position: Position
+) -> None:
+    """Add the numbers of ``Stream.normal`` chunk by chunk, on as many threads as torch uses."""
+
+    def add(chunk: int) -> None:
+        part = flat[chunk * CHUNK : (chunk + 1) * CHUNK]
+        noise = np.empty_like(part)
+        stream.fill_normal(noise, position, chunk=chunk)
+        noise *= np.float32(standard_deviation)
+        part += noise
+
+    chunks = range(-(-flat.size // CHUNK))
+    threads = min(torch.get_num_threads(), len(chunks))
+    if threads < 2:
+        for chunk in chunks:
+            add(chunk)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(add, chunks))
