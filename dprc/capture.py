@@ -18,7 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from dprc.errors import PrivacyError
-from dprc.sites import EmbeddingSite, LinearSite, LoopSite, Receiver, Site, make_site
+from dprc.sites import (
+    EmbeddingSite,
+    FactorSite,
+    LinearSite,
+    LoopSite,
+    Receiver,
+    Site,
+    make_site,
+)
 
 
 class _Tap(torch.autograd.Function):
@@ -26,7 +34,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: torch.Tensor, saved: torch.Tensor | None, anchor: Any, site: Site
+        ctx: Any, output: torch.Tensor, saved: torch.Tensor | None, anchor: Any, site: FactorSite
     ) -> torch.Tensor:
         ctx.site = site
         ctx.save_for_backward(*([] if saved is None else [saved]))
@@ -204,7 +212,9 @@ class Capture:
 
     # --- called by captured forwards --------------------------------------------------------------
 
-    def tap(self, output: torch.Tensor, saved: torch.Tensor | None, site: Site) -> torch.Tensor:
+    def tap(
+        self, output: torch.Tensor, saved: torch.Tensor | None, site: FactorSite
+    ) -> torch.Tensor:
         """Pass an output through the tap of a site."""
         if self._counts and site.weight is not None:
             self.uses[site.weight] += 1
@@ -297,20 +307,23 @@ class Capture:
                 loops.add(_loop_path(path, module, own))
             else:
                 sites[path] = site
+        looped: set[int] = set()
         for path in sorted(loops):
             if not any(_inside(path, other) for other in loops):
-                self._patch(modules[path], self._loop_site(path, modules[path]))
-        looped = {index for site in self.sites for _, _, index in site.owners}
+                loop = self._loop_site(path, modules[path])
+                looped.update(loop.parameters)
+                self._patch(modules[path], loop)
         for path, site in sites.items():
             if any(path == other or _inside(path, other) for other in loops):
                 continue
-            if site.weight in looped:
+            if isinstance(site, FactorSite) and site.weight in looped:
                 raise PrivacyError(
                     f"{path}.weight: is shared with a module whose samples run one by one; untie "
                     "it, or freeze it with requires_grad_(False)."
                 )
             self._patch(modules[path], site)
-            self._share_weight(modules[path], site)
+            if isinstance(site, FactorSite):
+                self._share_weight(modules[path], site)
         reached = {index for site in self.sites for index in site.parameters}
         for index, name in enumerate(self.names):
             if index not in reached:
@@ -341,19 +354,19 @@ class Capture:
             for inner in module.modules()
             for name, index in self._own(inner).items()
         )
-        return LoopSite(path or "model", None, None, self.receiver, owners)
+        return LoopSite(path or "model", self.receiver, owners)
 
     def _patch(self, module: nn.Module, site: Site) -> None:
         self.sites.append(site)
         module.__dict__["forward"] = _CapturedForward(module, site, self)
         self._patched.append((module, "forward"))
 
-    def _share_weight(self, module: nn.Module, site: Site) -> None:
+    def _share_weight(self, module: nn.Module, site: FactorSite) -> None:
         weight = module._parameters.get("weight")
         if site.weight is None or weight is None or weight.dim() != 2:
             return
         shared = weight.detach().as_subclass(_SharedWeight)
-        common = (f"{site.path}.weight used elsewhere", site.weight, None, self.receiver)
+        common = (f"{site.path}.weight used elsewhere", self.receiver, site.weight, None)
         shared.__dict__.update(
             _parameter=weight,
             _linear=LinearSite(*common),

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from dprc.estimators import Use, work_dtype
+from dprc.estimators import Use
+from dprc.precision import work_dtype
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:

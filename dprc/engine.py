@@ -13,36 +13,15 @@ from dprc.accounting import validate
 from dprc.capture import Capture
 from dprc.contributions import Contribution
 from dprc.errors import PrivacyError
-from dprc.estimators import Estimator, work_dtype
+from dprc.estimators import Estimator
 from dprc.noise import RandomStreams, add_gaussian_noise_
 from dprc.planning import NormPlan
+from dprc.precision import model_slack, slack_of, work_dtype
 from dprc.sampling import MapDataset, PoissonLoader, poisson_indices
 from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, Totals
 from dprc.sketch import SketchSource
 
 SCHEDULES = ("two_pass", "book_keeping")
-
-# The norm is taken of the gradients of the first pass; those of the sum are rounded again. The
-# factor (1 - slack) keeps the clipped norm below C·S all the same. It goes by the coarsest dtype of
-# anything on the way: parameters (frozen ones too), activations, gradients, losses, TF32 products.
-SLACK = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-TF32_SLACK = 1e-2
-
-
-def slack_of(dtype: torch.dtype) -> float:
-    """Return the slack of a floating type; integers (quantized frozen weights) round no gradient.
-
-    Raises:
-        PrivacyError: A type whose rounding no slack covers, such as float16.
-    """
-    if not dtype.is_floating_point:
-        return 0.0
-    if dtype not in SLACK:
-        raise PrivacyError(
-            f"{dtype}: scaled gradients underflow in it, so that no bound on the clipped norm "
-            "holds. Use bfloat16 or float32."
-        )
-    return SLACK[dtype]
 
 
 class PrivacyEngine:
@@ -254,7 +233,7 @@ class PrivacyEngine:
         self._check_batch()
         if not self._checked and self._batch > 1:
             self._check_independence(losses)
-        self._slack = max(self._slack, slack_of(losses.dtype), self._model_slack())
+        self._slack = max(self._slack, slack_of(losses.dtype), model_slack(self.model))
         norms = self._norm_pass(keep=self.schedule == "book_keeping")
         two_pass = self.schedule == "two_pass"
         with self._running(norms):
@@ -560,12 +539,6 @@ class PrivacyEngine:
             with self._running(IndependencePass(sample)):
                 torch.autograd.backward(losses[sample], retain_graph=True)
         self._checked = True
-
-    def _model_slack(self) -> float:
-        """Return the slack of everything a gradient meets on its way, frozen layers included."""
-        dtypes = {parameter.dtype for parameter in self.model.parameters()}
-        rounded = torch.get_float32_matmul_precision() != "highest"
-        return max(TF32_SLACK if rounded else 0.0, *map(slack_of, dtypes))
 
     def _norm_pass(self, *, keep: bool) -> NormPass:
         source = SketchSource(

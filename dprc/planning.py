@@ -7,7 +7,7 @@ from dprc.accounting import ScaleLaw
 from dprc.capture import Capture
 from dprc.contributions import matrix_shape
 from dprc.estimators import Estimator
-from dprc.sites import EmbeddingSite
+from dprc.sites import EmbeddingSite, FactorSite
 
 
 class NormPlan:
@@ -72,7 +72,11 @@ class NormPlan:
 
     def _choose(self, parameter: int) -> Estimator | None:
         shape = self._capture.parameters[parameter].shape
-        sites = [site for site in self._capture.sites if site.weight == parameter]
+        sites = [
+            site
+            for site in self._capture.sites
+            if isinstance(site, FactorSite) and site.weight == parameter
+        ]
         if not sites or len(shape) < 2:
             return None  # a vector, or looped over
         rows, columns = matrix_shape(shape)

@@ -7,7 +7,8 @@ import torch
 
 from dprc.contributions import Contribution, MatrixUse, SampleUse, VectorUse, matrix_shape
 from dprc.errors import PrivacyError
-from dprc.estimators import Accumulation, Estimator, full_precision, work_dtype
+from dprc.estimators import Accumulation, Estimator
+from dprc.precision import full_precision, work_dtype
 from dprc.sketch import SketchSource
 
 Replay = Callable[[torch.Tensor], Any]

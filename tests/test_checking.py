@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from dprc import checking, losses, sites
+from dprc import checking, losses
 from dprc.cli import main
+from dprc.sites import EmbeddingSite
 from tests import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch_dtype`")
@@ -31,9 +32,9 @@ def test_a_right_model_passes(folder, chunk_tokens, capsys):
 
 
 def test_a_wrong_capture_fails(folder, capsys, monkeypatch):
-    right = sites.EmbeddingSite.weight_use
+    right = EmbeddingSite.weight_use
     monkeypatch.setattr(
-        sites.EmbeddingSite, "weight_use", lambda self, ids, grads: right(self, ids, 2 * grads)
+        EmbeddingSite, "weight_use", lambda self, ids, grads: right(self, ids, 2 * grads)
     )
     assert main(["check", "--model", str(folder)]) == 1
     assert "WRONG" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from torch import nn
 
 import dprc
 from dprc import estimators
-from dprc.engine import SLACK
+from dprc.precision import SLACK
 from dprc.schedules import Totals
 from tests import zoo
 from tests.truth import clipped_sum, per_sample_gradients, squared_norms

@@ -1,0 +1,223 @@
+"""Estimators by random projection: Hutchinson, and Hutch++ with an exact head."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dprc.accounting.scale import ScaleLaw, scale_law
+from dprc.estimators.base import Accumulation, Estimator, Use, squared_sum, token_blocks
+from dprc.precision import work_dtype
+from dprc.sketch import BLOCK_ROWS, SketchSource
+
+
+def projects_rows(rows: int, columns: int, sketch: str) -> bool:
+    """Choose the projected side: a function of the parameter alone, so the same for all its uses.
+
+    A shared sketch takes the larger side, which leaves the smaller product for each sample. A
+    sketch for each sample takes the smaller side, which needs the fewest random numbers.
+    """
+    return (rows >= columns) == (sketch == "shared")
+
+
+class _Projection(Accumulation):
+    """Σ over uses of (left P)ᵀ right, or of leftᵀ (right P): a linear sketch of the gradient."""
+
+    def __init__(
+        self, rows: int, columns: int, batch: int, num_probes: int, source: SketchSource
+    ) -> None:
+        super().__init__(rows, columns, batch)
+        self._num_probes, self._source = num_probes, source
+        self._on_rows = projects_rows(rows, columns, source.kind)
+        self._sketched: torch.Tensor | None = None  # (B, k, columns) or (B, k, rows)
+
+    def _add(self, use: Use) -> None:
+        for part in token_blocks(use):
+            self._add_block(part)
+
+    def _add_block(self, use: Use) -> None:
+        if self._on_rows:
+            thin = self._project(use.left, self.rows, use.right)  # (B, T, k)
+            other = use.right
+        else:
+            thin = self._project(use.right, self.columns, use.right)
+            other = use.left
+        if self._sketched is None:
+            width = self.columns if self._on_rows else self.rows
+            shape = (self.batch, self._num_probes, width)
+            self._sketched = torch.zeros(shape, dtype=thin.dtype, device=thin.device)
+        if other.is_floating_point():
+            self._sketched.baddbmm_(thin.transpose(1, 2), other)
+        else:
+            index = other.long().unsqueeze(1).expand(-1, self._num_probes, -1)
+            self._sketched.scatter_add_(2, index, thin.transpose(1, 2))
+
+    def _project(
+        self, factor: torch.Tensor, side: int, like: torch.Tensor
+    ) -> torch.Tensor:  # (B, T, side) or ids (B, T) -> (B, T, k)
+        batch, tokens = factor.shape[:2]
+        thin = like.new_zeros(batch, tokens, self._num_probes)
+        for block, probes in self._source.blocks(
+            side, self._num_probes, batch=batch, device=like.device, dtype=like.dtype
+        ):
+            if factor.is_floating_point():
+                part = factor[..., block]
+                if probes.shape[0] == 1:
+                    thin += part @ probes[0]
+                else:
+                    thin.baddbmm_(part, probes)
+            else:
+                inside = (factor >= block.start) & (factor < block.stop)
+                sample, token = inside.nonzero(as_tuple=True)
+                row = factor[sample, token].long() - block.start
+                owner = sample if probes.shape[0] > 1 else torch.zeros_like(sample)
+                thin[sample, token] = probes[owner, row]
+        return thin
+
+    def _finish(self) -> torch.Tensor:
+        if self._sketched is None:
+            return torch.zeros(self.batch)
+        return squared_sum(self._sketched)
+
+
+def _needs_source(estimator: Estimator, source: SketchSource | None) -> SketchSource:
+    if source is None:
+        raise ValueError(f"source: {estimator.name} is random and needs a SketchSource")
+    return source
+
+
+@dataclass(frozen=True)
+class Hutchinson(Estimator):
+    """Project one side of the gradient on random probes: two thin products, linear in T.
+
+    Guarantee: unbiased; the ratio to the truth lies below χ²_k/k in convex order.
+
+    Source: Ullah et al. (arXiv 2605.24879), Hutchinson variant.
+    """
+
+    num_probes: int = 32
+    sketch: str = "per_sample"
+    name = "hutchinson"
+    randomized = True
+
+    def begin(
+        self, rows: int, columns: int, *, batch: int, source: SketchSource | None = None
+    ) -> Accumulation:
+        """Start the norm of one parameter; see :meth:`Estimator.begin`."""
+        return _Projection(rows, columns, batch, self.num_probes, _needs_source(self, source))
+
+    def flops(self, batch: int, tokens: int, in_features: int, out_features: int) -> int:
+        """Count 2BTk(d+p)."""
+        return 2 * batch * tokens * self.num_probes * (in_features + out_features)
+
+    def workspace_elements(
+        self, batch: int, tokens: int, in_features: int, out_features: int
+    ) -> int:
+        """Count the thin factor, the sketched gradient and one block of the sketch."""
+        on_rows = projects_rows(out_features, in_features, self.sketch)
+        side, other = (out_features, in_features) if on_rows else (in_features, out_features)
+        copies = 1 if self.sketch == "shared" else batch
+        block = copies * min(side, BLOCK_ROWS)
+        return self.num_probes * (batch * tokens + max(batch * other, block))
+
+    def scale_law(self) -> ScaleLaw:
+        """Return χ²_k/k."""
+        return scale_law(self.name, num_probes=self.num_probes)
+
+
+class _HeadAndTail(Accumulation):
+    def __init__(
+        self, rows: int, columns: int, batch: int, estimator: "HutchPlusPlus", source: SketchSource
+    ) -> None:
+        super().__init__(rows, columns, batch)
+        self._estimator, self._source = estimator, source
+        self._norms: torch.Tensor | None = None
+
+    def _add(self, use: Use) -> None:
+        if self._norms is not None:
+            raise ValueError(
+                "hutchpp: a parameter with several uses has no single head; use hutchinson for it"
+            )
+        if use.by_ids:
+            raise ValueError("hutchpp: an embedding has no dense factor; use exact for it")
+        dtype = work_dtype(use.right.dtype)
+        on_rows = projects_rows(self.rows, self.columns, self._source.kind)
+        near, far = (use.left, use.right) if on_rows else (use.right, use.left)
+        side, width = (self.rows, self.columns) if on_rows else (self.columns, self.rows)
+        near, far = near.to(dtype), far.to(dtype)
+        rank = min(self._estimator.head_rank or self._estimator.num_probes, side, width)
+
+        def times(probes: torch.Tensor) -> torch.Tensor:  # M·probes, M = farᵀ near
+            return far.transpose(1, 2) @ (near @ probes)
+
+        start = self._probes(rank, side, near, role=1)
+        powered = near.transpose(1, 2) @ (far @ times(start))  # (B, side, rank): Mᵀ M S
+        basis = torch.linalg.qr(powered).Q
+        probes = self._probes(self._estimator.num_probes, side, near, role=0)
+        probes = probes.expand(self.batch, -1, -1)
+        both = times(torch.cat([basis, probes], dim=2))  # one pass for head and tail
+        head, tail = both[..., :rank], both[..., rank:]
+        tail = tail - head @ (basis.transpose(1, 2) @ probes)
+        self._norms = squared_sum(tail) + head.flatten(1).square().sum(1)
+
+    def _probes(self, count: int, side: int, like: torch.Tensor, *, role: int) -> torch.Tensor:
+        blocks = self._source.blocks(
+            side, count, batch=self.batch, device=like.device, dtype=like.dtype, role=role
+        )
+        return torch.cat([block for _, block in blocks], dim=1)
+
+    def _finish(self) -> torch.Tensor:
+        return torch.zeros(self.batch) if self._norms is None else self._norms
+
+
+@dataclass(frozen=True)
+class HutchPlusPlus(Estimator):
+    """Hutch++: the energy in a random subspace exactly, the rest by projection.
+
+    With S and P independent Gaussian and Q an orthonormal basis of Mᵀ M S, the estimate is
+    ‖M Q‖² + ‖M P − (M Q)(Qᵀ P)‖².
+
+    Guarantee: unbiased given Q; the ratio to the truth lies below χ²_k/k in convex order, with k
+    the number of *tail* probes.
+
+    Source: Ullah et al. (arXiv 2605.24879), Hutch++ variant; theirs has ``head_rank=num_probes``.
+    """
+
+    num_probes: int = 32
+    sketch: str = "per_sample"
+    head_rank: int | None = None
+    name = "hutchpp"
+    randomized = True
+    linear = False
+
+    def begin(
+        self, rows: int, columns: int, *, batch: int, source: SketchSource | None = None
+    ) -> Accumulation:
+        """Start the norm of one parameter; see :meth:`Estimator.begin`."""
+        return _HeadAndTail(rows, columns, batch, self, _needs_source(self, source))
+
+    def flops(self, batch: int, tokens: int, in_features: int, out_features: int) -> int:
+        """Count 2BT(3r+k)(d+p) and the head's part of the tail; the QR is not counted.
+
+        With r = k this is the paper's 8BTk(d+p) + 2Bk²(d+p).
+        """
+        rank = min(self.head_rank or self.num_probes, in_features, out_features)
+        width = in_features + out_features
+        return (
+            2
+            * batch
+            * (tokens * (3 * rank + self.num_probes) * width + rank * self.num_probes * width)
+        )
+
+    def workspace_elements(
+        self, batch: int, tokens: int, in_features: int, out_features: int
+    ) -> int:
+        """Count the thin factor of head and tail, their products, basis and probes."""
+        rank = min(self.head_rank or self.num_probes, in_features, out_features)
+        both = rank + self.num_probes
+        on_rows = projects_rows(out_features, in_features, self.sketch)
+        side, other = (out_features, in_features) if on_rows else (in_features, out_features)
+        return batch * (both * (tokens + other + side) + rank * side)
+
+    def scale_law(self) -> ScaleLaw:
+        """Return χ²_k/k of the tail's probes."""
+        return scale_law(self.name, num_probes=self.num_probes, head_rank=self.head_rank)

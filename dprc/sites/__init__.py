@@ -1,0 +1,17 @@
+"""Sites: how each kind of module is captured."""
+
+from dprc.sites.base import FactorSite, Receiver, Site, Tapper
+from dprc.sites.kinds import make_site
+from dprc.sites.loop import LoopSite
+from dprc.sites.matrices import EmbeddingSite, LinearSite
+
+__all__ = [
+    "EmbeddingSite",
+    "FactorSite",
+    "LinearSite",
+    "LoopSite",
+    "Receiver",
+    "Site",
+    "Tapper",
+    "make_site",
+]
