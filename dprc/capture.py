@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 from dprc.errors import PrivacyError
@@ -24,6 +25,7 @@ from dprc.sites import (
     LinearSite,
     LoopSite,
     Receiver,
+    ScaleSite,
     Site,
     make_site,
 )
@@ -166,8 +168,7 @@ class Capture:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
-        # Makes a tapped output differentiable where no input is; never gets a gradient itself.
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = make_anchor()
         self._declared: set[int] = set()
         self._buffers = {
             name: (buffer, buffer._version)
@@ -401,6 +402,28 @@ def capture_of(module: nn.Module) -> Capture | None:
     """Return the capture that holds a module; None if it is not captured."""
     forward = module.__dict__.get("forward")
     return forward.capture if isinstance(forward, _CapturedForward) else None
+
+
+def delivers(node: Node) -> bool:
+    """Whether a node of the graph delivers the gradient of a captured layer or parameter."""
+    return hasattr(node, "site") or hasattr(node, "deliver")
+
+
+def keeps_little(node: Node) -> bool:
+    """Whether what such a node delivers is no larger than the activations of a norm layer."""
+    return isinstance(getattr(node, "site", None), ScaleSite)
+
+
+def make_anchor() -> torch.Tensor:
+    """Make a leaf that makes what it meets differentiable, and never gets a gradient itself."""
+    anchor = torch.zeros((), requires_grad=True)
+    anchor.is_dprc_anchor = True  # type: ignore[attr-defined]
+    return anchor
+
+
+def is_anchor(node: Node) -> bool:
+    """Whether a node of the graph is such a leaf."""
+    return getattr(getattr(node, "variable", None), "is_dprc_anchor", False)
 
 
 def _inside(path: str, other: str) -> bool:

@@ -43,12 +43,14 @@ class Contribution(Protocol):
         """
 
 
-def _zero_rows(tensor: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
+def zero_rows(tensor: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
+    """Set the rows (first axis) of excluded samples to zero, even if not finite."""
     shape = (-1,) + (1,) * (tensor.dim() - 1)
     return tensor.masked_fill(excluded.to(tensor.device).view(shape), 0)
 
 
-def _scale_rows(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def scale_rows(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Multiply each row (first axis) by its factor, in the dtype of the factors."""
     shape = (-1,) + (1,) * (tensor.dim() - 1)
     return tensor.to(factors.dtype) * factors.to(tensor.device).view(shape)
 
@@ -71,15 +73,15 @@ class MatrixUse:
 
     def masked(self, excluded: torch.Tensor) -> "MatrixUse":
         """Return the use with the excluded samples exactly zero."""
-        left = self.use.left if self.use.by_ids else _zero_rows(self.use.left, excluded)
-        return MatrixUse(Use(left, _zero_rows(self.use.right, excluded)))
+        left = self.use.left if self.use.by_ids else zero_rows(self.use.left, excluded)
+        return MatrixUse(Use(left, zero_rows(self.use.right, excluded)))
 
     def weighted(self, factors: torch.Tensor) -> "MatrixUse":
         """Return the use with each sample's gradient multiplied by its factor."""
         left, right = self.use
         if self.use.by_ids or right.shape[-1] <= left.shape[-1]:
-            return MatrixUse(Use(left, _scale_rows(right, factors)))
-        return MatrixUse(Use(_scale_rows(left, factors), right))
+            return MatrixUse(Use(left, scale_rows(right, factors)))
+        return MatrixUse(Use(scale_rows(left, factors), right))
 
     def add_total(self, total: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Add leftᵀ right, summed over samples and tokens."""
@@ -113,12 +115,12 @@ class VectorUse:
 
     def masked(self, excluded: torch.Tensor) -> "VectorUse":
         """Return the use with the excluded samples exactly zero."""
-        return VectorUse(_zero_rows(self.grads, excluded))
+        return VectorUse(zero_rows(self.grads, excluded))
 
     def weighted(self, factors: torch.Tensor) -> "VectorUse":
         """Return the use with each sample's gradient multiplied by its factor."""
         # Summed over tokens first, so that a kept bias costs (B, p) and not (B, T, p).
-        return VectorUse(_scale_rows(self.per_sample().unsqueeze(1), factors))
+        return VectorUse(scale_rows(self.per_sample().unsqueeze(1), factors))
 
     def per_sample(self) -> torch.Tensor:  # (B, *parameter.shape)
         """Return each sample's gradient, in the working dtype."""

@@ -7,11 +7,13 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from dprc import accounting, arguments
 from dprc.accounting import validate
 from dprc.capture import Capture
-from dprc.contributions import Contribution
+from dprc.contributions import Contribution, scale_rows, zero_rows
+from dprc.cut import find_cut
 from dprc.errors import PrivacyError
 from dprc.estimators import Estimator
 from dprc.noise import RandomStreams, add_gaussian_noise_
@@ -234,22 +236,29 @@ class PrivacyEngine:
         if not self._checked and self._batch > 1:
             self._check_independence(losses)
         self._slack = max(self._slack, slack_of(losses.dtype), model_slack(self.model))
-        norms = self._norm_pass(keep=self.schedule == "book_keeping")
-        two_pass = self.schedule == "two_pass"
+        two_pass, seeds = self.schedule == "two_pass", torch.ones_like(losses)
+        start: torch.Tensor | GradientEdge = losses
+        edge = find_cut(losses, self._leading_sizes()) if two_pass else None
+        norms = self._norm_pass(keep=not two_pass or edge is not None)
         with self._running(norms):
-            torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=two_pass)
+            if edge is not None:
+                # What is above the edge is gone through once, and freed.
+                start, seeds = edge, torch.autograd.grad(losses, edge, seeds)[0]
+                norms.keep = False
+            torch.autograd.backward(start, seeds, retain_graph=two_pass)
         factors, excluded = self._clip(losses.detach(), norms.per_parameter())
         totals = self._buffers()
         # From here on the samples are partly in the sum: taking them again would count them twice.
         self._incomplete = True
         weights = factors.to(losses.dtype)
         with self._running(TotalPass(totals, excluded)):
+            norms.add_totals_(totals, factors, excluded)
+            for replay in norms.replays:
+                replay(weights)
             if two_pass:
-                torch.autograd.backward(losses, weights)
-            else:
-                norms.add_totals_(totals, factors, excluded)
-                for replay in norms.replays:
-                    replay(weights)
+                by_sample = zero_rows(self.by_sample("model", seeds), excluded)
+                weighted = scale_rows(by_sample, factors).to(seeds.dtype)
+                torch.autograd.backward(start, weighted.view_as(seeds))
         self._incomplete = False
         self._first_sample += self._batch
         self._capture.end_of_batch()
@@ -539,6 +548,11 @@ class PrivacyEngine:
             with self._running(IndependencePass(sample)):
                 torch.autograd.backward(losses[sample], retain_graph=True)
         self._checked = True
+
+    def _leading_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of a first axis that ``by_sample`` can tell samples apart on."""
+        tokens = self._capture.tokens
+        return (self._batch,) if tokens is None else (self._batch, self._batch * tokens)
 
     def _norm_pass(self, *, keep: bool) -> NormPass:
         source = SketchSource(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dprc.capture import capture_of
+from dprc.capture import capture_of, make_anchor
 
 IGNORED = -100
 
@@ -128,7 +128,7 @@ def _recomputed(loss_fn: _ChunkLoss, hidden: torch.Tensor) -> torch.Tensor:
     if capture_of(loss_fn.head) is None:
         return cast(torch.Tensor, checkpoint(loss_fn, hidden, use_reentrant=False))
     # Makes the loss differentiable where the backbone is not trained.
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = make_anchor()
     return cast(torch.Tensor, _Replayed.apply(hidden, anchor, loss_fn))  # type: ignore[no-untyped-call]
 
 

@@ -73,6 +73,7 @@ class NormPass:
         keep: Whether contributions are kept for ``add_totals_`` (book-keeping).
 
     Attributes:
+        keep: May be switched off in mid-pass: the rest is not kept.
         replays: What is to be run again, weighted, instead of being kept.
     """
 
@@ -87,7 +88,7 @@ class NormPass:
         keep: bool,
     ) -> None:
         self._shapes, self._estimators, self._source = shapes, estimators, source
-        self._batch, self._keep = batch, keep
+        self._batch, self.keep = batch, keep
         self._missing = dict(uses)
         self._norms: dict[int, torch.Tensor] = {}
         self._matrices: dict[int, Accumulation] = {}
@@ -113,7 +114,7 @@ class NormPass:
             if parameter not in self._vectors:
                 self._vectors[parameter] = grad.new_zeros(self._batch, *grad.shape)
             self._vectors[parameter][contribution.sample] += grad
-        if not self._keep:
+        if not self.keep:
             return
         if replay is None:
             self._kept.append((parameter, contribution))
@@ -151,13 +152,14 @@ class NormPass:
             factors: (B,) clip factors.
             excluded: (B,) samples that contribute exactly zero.
         """
-        masks = bool(excluded.any())
+        masks, clips = bool(excluded.any()), bool((factors != 1).any())
         with torch.no_grad():
             while self._kept:  # freed one by one: the kept factors are the peak of book-keeping
                 parameter, contribution = self._kept.pop()
                 if masks:
                     contribution = contribution.masked(excluded)
-                totals.add(parameter, contribution.weighted(factors))
+                # Unweighted where it can be: bit for bit what plain training sums.
+                totals.add(parameter, contribution.weighted(factors) if clips else contribution)
 
 
 class IndependencePass:

@@ -4,6 +4,7 @@ from dprc.sites.base import FactorSite, Receiver, Site, Tapper
 from dprc.sites.kinds import make_site
 from dprc.sites.loop import LoopSite
 from dprc.sites.matrices import EmbeddingSite, LinearSite
+from dprc.sites.vectors import ScaleSite
 
 __all__ = [
     "EmbeddingSite",
@@ -11,6 +12,7 @@ __all__ = [
     "LinearSite",
     "LoopSite",
     "Receiver",
+    "ScaleSite",
     "Site",
     "Tapper",
     "make_site",

@@ -1,0 +1,90 @@
+"""Where the backward pass of a loss may be cut in two.
+
+All that a loss sends to the trained layers passes some tensors whole: the last hidden states, for
+one. The gradients of two differently weighted sums of losses differ there, and above, by the weight
+of each sample alone. So of two backward passes the second may start at such a tensor, and what lies
+above (the loss, the head, frozen layers) is gone through once.
+"""
+
+from collections import Counter
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+from dprc.capture import delivers, is_anchor, keeps_little
+
+# Layers above the cut whose factors are kept, as book-keeping would: the head.
+KEPT_LAYERS = 1
+
+
+def find_cut(losses: torch.Tensor, leading: tuple[int, ...]) -> GradientEdge | None:
+    """Find the lowest edge that the gradients of all layers but the kept ones pass.
+
+    Args:
+        losses: (B,), one for each sample.
+        leading: Sizes that the first axis of the edge's gradient may have for its samples to be
+            told apart.
+
+    Returns:
+        The edge; None if there is none below the losses themselves.
+    """
+    start = losses.grad_fn
+    if start is None:
+        return None
+    found, kept = None, 0
+    missing = _edges_into(start)
+    outputs: dict[Node, set[int]] = {}
+    # Nodes that an edge leads to from those gone through. Gone through in topological order: when
+    # one node alone is left, whatever lies below is reached through it.
+    reached, ready = {start}, [start]
+    while ready:
+        node = ready.pop()
+        onward = _after(node)
+        if not onward:
+            continue  # stays reached: what ends here passes nothing that lies below
+        if len(reached) == 1 and node is not start:
+            found = _edge(node, outputs[node], leading) or found
+        kept += delivers(node) and not keeps_little(node)
+        if kept > KEPT_LAYERS or _runs_backward_inside(node):
+            break
+        reached.remove(node)
+        for after, number in onward:
+            reached.add(after)
+            outputs.setdefault(after, set()).add(number)
+            missing[after] -= 1
+            if missing[after] == 0:
+                ready.append(after)
+    return found
+
+
+def _edges_into(start: Node) -> Counter[Node]:
+    """Count the edges into each node of the graph below one."""
+    edges: Counter[Node] = Counter()
+    pending = [start]
+    while pending:
+        for after, _ in _after(pending.pop()):
+            if after not in edges:
+                pending.append(after)
+            edges[after] += 1
+    return edges
+
+
+def _after(node: Node) -> list[tuple[Node, int]]:
+    return [
+        (after, number)
+        for after, number in node.next_functions
+        if after is not None and not is_anchor(after)
+    ]
+
+
+def _edge(node: Node, outputs: set[int], leading: tuple[int, ...]) -> GradientEdge | None:
+    if len(outputs) != 1:
+        return None
+    (number,) = outputs
+    shape = node._input_metadata[number].shape
+    return GradientEdge(node, number) if len(shape) > 0 and shape[0] in leading else None
+
+
+def _runs_backward_inside(node: Node) -> bool:
+    """Whether a node is a reentrant checkpoint, which must not be asked for single gradients."""
+    return "Checkpoint" in node.name()
