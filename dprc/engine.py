@@ -231,6 +231,7 @@ class PrivacyEngine:
         arguments.check_losses(losses)
         self._batch = losses.shape[0]
         if self._batch == 0:
+            self._capture.end_of_batch()
             return
         self._check_batch()
         if not self._checked and self._batch > 1:

@@ -25,7 +25,7 @@ import torch
 
 _WORD = 2**32
 # Gaussian numbers made at once: small enough for a processor's cache.
-CHUNK = 2**16
+CHUNK = 2**17
 
 
 class Position(NamedTuple):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import dprc
 from dprc.capture import Capture
+from dprc.sites import LoopSite
 from tests import zoo
 from tests.test_engine import assert_same, make_engine, released_sum
 from tests.truth import clipped_sum, per_sample_gradients, perturb_, squared_norms
@@ -261,6 +262,40 @@ def test_habits_of_real_code_are_right(habit, estimator, schedule):
 def test_the_batch_is_known_to_whoever_calls_with_keywords():
     model = perturb_(Habits.Positions()).double()
     check(model, lambda m: m(ids=IDS).square().flatten(1).sum(1))
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv1d(6, 4, 3, groups=2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.conv(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Looking(nn.Module):
+    """Its way depends on the sample, which vmap cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(3, 6))
+
+    def forward(self, x):
+        rows = [row * self.a if bool(row.sum() > 0) else row @ self.b.t() @ self.b for row in x]
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("schedule", ["two_pass", "book_keeping"])
+@pytest.mark.parametrize(("kind", "vmaps"), [(Grouped, True), (Looking, False)])
+def test_samples_run_at_once_or_in_a_loop_and_are_right(kind, vmaps, schedule):
+    model = perturb_(kind()).double()
+    x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x[1] *= -1
+    check(model, lambda m: m(x).square().flatten(1).sum(1), schedule=schedule)
+    engine = make_engine(model)
+    model(x)
+    (loop,) = (site for site in engine._capture.sites if isinstance(site, LoopSite))
+    assert loop.vmaps == [vmaps]
 
 
 class TestIndependence:

@@ -1,6 +1,6 @@
-"""The site of any module with a batch axis: its samples are run one by one."""
+"""The site of any module with a batch axis: each sample meets its own copy of the parameters."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,21 +8,30 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from dprc.contributions import SampleUse
+from dprc.contributions import SampleUse, VectorUse
 from dprc.errors import PrivacyError
 from dprc.sites.base import Site, Tapper
 
 
 @dataclass(frozen=True)
 class LoopSite(Site):
-    """Any module with a batch axis: runs on one sample at a time, with its own parameters.
+    """Any module with a batch axis: runs on each sample alone, with the sample's own parameters.
 
-    Exact, and slow for large batches; it serves small modules with parameters of an unusual kind.
+    All samples at once under ``torch.vmap``, or in a loop where vmap refuses the module: experts
+    that sort tokens, for one. Exact; it serves small modules with parameters of an unusual kind,
+    since the gradient of each sample is formed.
+
+    Args:
+        path: As for every site.
+        receiver: As for every site.
+        owners: (module, parameter name, index) of all parameters inside.
+        vmaps: Whether vmap gives what the loop gives: empty until the first batch has shown it.
     """
 
-    owners: tuple[tuple[nn.Module, str, int], ...] = ()  # (module, parameter name, index)
-    verified: list[bool] = field(default_factory=list)
+    owners: tuple[tuple[nn.Module, str, int], ...] = ()
+    vmaps: list[bool] = field(default_factory=list)
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -37,18 +46,30 @@ class LoopSite(Site):
         batch = capture.batch
         if batch is None:
             raise PrivacyError(f"{self.path}: call the whole model, so that the batch is known")
-        if not self.verified and batch > 1:
-            self._verify(module, batch, args, kwargs)
-            self.verified.append(True)
+        if not self.vmaps and batch > 1:
+            self.vmaps.append(self._verify(module, batch, args, kwargs))
+        if batch > 1 and self.vmaps[0]:
+            copies = self._copies(
+                batch, lambda value, index: capture.tap_parameter(value, self._to_all(index))
+            )
+            return self._at_once(module, copies, batch, args, kwargs)
         outputs = []
         for sample in range(batch):
             mine = _map(partial(self._slice, sample=sample, batch=batch), (args, kwargs))
-            with self._own_parameters(capture, sample, batch):
+            own = [
+                capture.tap_parameter(_value(owner, name), self._to(index, sample, batch))
+                for owner, name, index in self.owners
+            ]
+            with self._standing_in(own):
                 outputs.append(run(module, *mine[0], **mine[1]))
         return self._join(outputs) if outputs else run(module, *args, **kwargs)
 
-    def _verify(self, module: Any, batch: int, args: Any, kwargs: Any) -> None:
-        """Check once that the samples one by one give what the whole batch gives."""
+    def _verify(self, module: Any, batch: int, args: Any, kwargs: Any) -> bool:
+        """Check once that the samples one by one give what the batch gives; whether vmap does.
+
+        Raises:
+            PrivacyError: They do not.
+        """
         run, modes = type(module).forward, {inner: inner.training for inner in module.modules()}
         module.eval()  # without dropout
         try:
@@ -59,32 +80,81 @@ class LoopSite(Site):
                     for i in range(batch)
                 ]
                 joined = self._join([run(module, *mine[0], **mine[1]) for mine in parts])
+            if not _same(whole, joined):
+                raise PrivacyError(
+                    f"{self.path} ({type(module).__name__}): gives something else for its samples "
+                    "one by one than for the batch, so its per-sample gradient is not known. "
+                    "Freeze its parameters, or train LoRA adapters instead."
+                )
+            return self._vmap_agrees(module, joined, batch, args, kwargs)
         finally:
             for inner, mode in modes.items():
                 inner.training = mode
-        if not _same(whole, joined):
-            raise PrivacyError(
-                f"{self.path} ({type(module).__name__}): gives something else for its samples one "
-                "by one than for the batch, so its per-sample gradient is not known. Freeze its "
-                "parameters, or train LoRA adapters instead."
-            )
+
+    def _vmap_agrees(self, module: Any, joined: Any, batch: int, args: Any, kwargs: Any) -> bool:
+        copies = self._copies(batch, lambda value, index: value.clone().requires_grad_())
+        try:
+            with torch.enable_grad():
+                output = self._at_once(module, copies, batch, args, kwargs)
+                if not _same(joined, output):
+                    return False
+                reached = [leaf for leaf in tree_leaves(output) if _is_differentiable(leaf)]
+                # Some functions have a rule for the forward pass alone.
+                torch.autograd.grad(sum(leaf.sum() for leaf in reached), copies, allow_unused=True)
+        except Exception:  # vmap refuses in many ways, all of which the loop can do
+            return False
+        return True
+
+    def _copies(
+        self, batch: int, make_fn: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> list[torch.Tensor]:  # each (B, *parameter.shape)
+        return [
+            make_fn(_value(owner, name).expand(batch, *_value(owner, name).shape), index)
+            for owner, name, index in self.owners
+        ]
+
+    def _at_once(
+        self, module: Any, copies: list[torch.Tensor], batch: int, args: Any, kwargs: Any
+    ) -> Any:
+        """Run all samples under vmap, each with its own parameters and a batch axis of 1."""
+        leaves, structure = tree_flatten((args, kwargs))
+        for leaf in leaves:
+            self._slice(leaf, 0, batch)  # refuses what has no samples to tell apart
+        places = [i for i, leaf in enumerate(leaves) if _has_samples(leaf, batch)]
+
+        def run_one(own: list[torch.Tensor], mine: list[torch.Tensor]) -> Any:
+            given = list(leaves)
+            for place, value in zip(places, mine, strict=True):
+                given[place] = value.unsqueeze(0)
+            its_args, its_kwargs = tree_unflatten(given, structure)
+            with self._standing_in(own):
+                output = type(module).forward(module, *its_args, **its_kwargs)
+            return tree_map(lambda leaf: leaf.squeeze(0), output)
+
+        mapped = [leaves[place] for place in places]
+        return torch.vmap(run_one, randomness="different")(copies, mapped)
 
     @contextmanager
-    def _own_parameters(self, capture: Tapper, sample: int, batch: int) -> Iterator[None]:
+    def _standing_in(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let other tensors stand in for the parameters."""
         changed: list[tuple[nn.Module, str, Any]] = []
         try:
-            for owner, name, index in self.owners:
+            for (owner, name, _), value in zip(self.owners, values, strict=True):
                 changed.append((owner, name, owner.__dict__.get(name)))
-                owner.__dict__[name] = capture.tap_parameter(
-                    owner._parameters[name].detach(),  # type: ignore[union-attr]
-                    self._to(index, sample, batch),
-                )
+                owner.__dict__[name] = value
             yield
         finally:
             for owner, name, before in reversed(changed):
                 owner.__dict__.pop(name)
                 if before is not None:
                     owner.__dict__[name] = before
+
+    def _to_all(self, index: int) -> Callable[[torch.Tensor], None]:
+        def deliver(grads: torch.Tensor) -> None:  # (B, *parameter.shape)
+            grads = self.by_sample(grads)
+            self.receiver.receive(index, VectorUse(grads.unsqueeze(1)))
+
+        return deliver
 
     def _to(self, index: int, sample: int, batch: int) -> Callable[[torch.Tensor], None]:
         def deliver(grad: torch.Tensor) -> None:
@@ -127,6 +197,21 @@ class LoopSite(Site):
         raise PrivacyError(
             f"{self.path}: returns a {type(first).__name__}, which has no batch axis to join"
         )
+
+
+def _value(owner: nn.Module, name: str) -> torch.Tensor:
+    parameter = owner._parameters[name]
+    if parameter is None:
+        raise TypeError(f"{type(owner).__name__} lost its {name} after it was captured")
+    return parameter.detach()
+
+
+def _has_samples(leaf: Any, batch: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _same(first: Any, second: Any) -> bool:
