@@ -386,7 +386,8 @@ class Capture:
         for value in (*main, *args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 self.batch = value.shape[0]
-                self.batches.add(self.batch)
+                if self._trains:
+                    self.batches.add(self.batch)
                 self.tokens = value.shape[1] if value.dim() > 1 else None
                 return
 

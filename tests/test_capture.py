@@ -264,6 +264,15 @@ def test_the_batch_is_known_to_whoever_calls_with_keywords():
     check(model, lambda m: m(ids=IDS).square().flatten(1).sum(1))
 
 
+def test_an_evaluation_between_steps_is_not_taken_for_a_batch():
+    model = perturb_(Habits.Positions()).double()
+    engine = make_engine(model)
+    with torch.no_grad():
+        model(IDS[:1])
+    with pytest.raises(dprc.PrivacyError, match=f"called with {len(IDS)} samples"):
+        engine.backward(model(IDS).square().flatten(1).sum(1)[:1])
+
+
 class Grouped(nn.Module):
     def __init__(self):
         super().__init__()
