@@ -94,7 +94,7 @@ class CheckpointFolder:
             kept = f"the last one is of step {there[-1]}" if there else "there is none before it"
             raise OSError(
                 f"checkpoint of step {snapshot.step}: could not be written to {self.folder} "
-                f"({' '.join(str(error).split())}); {kept}"
+                f"({reason(error)}); {kept}"
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -155,6 +155,13 @@ class CheckpointFolder:
     def _remove_unfinished(self) -> None:
         for path in self.folder.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(path)
+
+
+def reason(error: BaseException) -> str:
+    """Return in a line why something could not be written; torch hides the system's own words."""
+    hidden = error.__context__
+    told = hidden if isinstance(hidden, OSError) and not isinstance(error, OSError) else error
+    return " ".join(str(told).split())
 
 
 def _write(folder: Path, snapshot: Snapshot) -> None:

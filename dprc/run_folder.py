@@ -14,7 +14,7 @@ import yaml
 from safetensors import SafetensorError
 
 from dprc import fingerprints
-from dprc.checkpoints import CheckpointFolder
+from dprc.checkpoints import CheckpointFolder, reason
 from dprc.results import write_text_atomic
 from dprc.run_log import RunLog
 from dprc.settings import RunSettings
@@ -177,7 +177,7 @@ class RunFolder:
             saved = f"step {steps[-1]} is saved: go on with --resume" if steps else "none is saved"
             raise OSError(
                 f"{what}: could not be written to {self.folder} "
-                f"({' '.join(str(error).split())}); of the training, {saved}"
+                f"({reason(error)}); of the training, {saved}"
             ) from error
 
     def write_settings(self, settings: RunSettings) -> None:

@@ -336,6 +336,12 @@ class TestWhatIsInTheFolder:
         train(runs.settings(training__steps=2), tmp_path, resume=True, reporter=heard)
         assert "starting anew" in heard.notes[0]
 
+    def test_does_not_pass_for_the_result_of_the_run_that_replaces_it(self, tmp_path):
+        train(runs.settings(training__steps=2), tmp_path)
+        killed_at(3, tmp_path, runs.settings(), overwrite=True)
+        assert not (tmp_path / "metrics.json").exists()
+        assert CheckpointFolder(tmp_path / "checkpoints").steps() == [2]
+
     def test_survives_a_run_that_cannot_start(self, tmp_path, monkeypatch):
         train(runs.settings(training__steps=2), tmp_path)
 
@@ -495,6 +501,7 @@ class TestFailures:
         # Three places: a file of text, the parameters, the state.
         kinds = {20: OSError, 3000: SafetensorError}
         assert isinstance(caught.value.__cause__, kinds.get(limit, Exception))
+        assert "File too large" in str(caught.value)  # the system's own words
         assert "the last one is of step 6" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert folder.newest_usable() == (6, [])
