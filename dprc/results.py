@@ -17,6 +17,7 @@ _REPORTED_PACKAGES = (
     "scipy",
     "dp-accounting",
     "transformers",
+    "peft",
 )
 
 

@@ -147,15 +147,19 @@ class PlainSampler:
     Args:
         stream: The sampling stream.
         sample_rate: Inclusion probability q.
+
+    Attributes:
+        next_step: Index of the step whose samples are drawn next; to be set to go on with a run.
     """
 
     def __init__(self, stream: Stream, sample_rate: float) -> None:
-        self._stream, self._sample_rate, self._step = stream, sample_rate, -1
+        self._stream, self._sample_rate, self.next_step = stream, sample_rate, 0
 
     def begin_logical_batch(self, dataset: MapDataset) -> tuple[int, list[int]]:
         """Draw the samples of the next step."""
-        self._step += 1
+        step = self.next_step
+        self.next_step += 1
         indices = poisson_indices(
-            self._stream, size=len(dataset), sample_rate=self._sample_rate, step=self._step
+            self._stream, size=len(dataset), sample_rate=self._sample_rate, step=step
         )
-        return self._step, indices.tolist()
+        return step, indices.tolist()

@@ -64,11 +64,33 @@ class TrainingSettings(_Strict):
     sample_rate: float = Field(gt=0, le=1)
     steps: int = Field(ge=1)
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = Field(gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    learning_rate: float = Field(gt=0, allow_inf_nan=False)
+    momentum: float = Field(default=0.0, ge=0, lt=1)  # of sgd
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_physical_batch: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingSettings":
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f"momentum is an option of sgd, not of {self.optimizer}; leave it out")
+        if self.warmup_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps must be at most steps={self.steps}, got {self.warmup_steps}"
+            )
+        return self
+
+
+class OutputSettings(_Strict):
+    """What is reported and kept on the way; nothing here changes what is learned."""
+
+    evaluate_every: int | None = Field(default=None, ge=1)  # steps; always after the last one
+    checkpoint_every: int | None = Field(default=50, ge=1)  # steps; null: only at SIGTERM
+    keep_checkpoints: bool = False  # after the run is finished
+    save_model: bool = True
+    log_every: int | None = Field(default=None, ge=1)  # steps; null: about ten lines a run
+    tensorboard: bool = False
 
 
 class RunSettings(_Strict):
@@ -79,6 +101,7 @@ class RunSettings(_Strict):
     method: MethodSettings | None
     privacy: PrivacySettings | None
     training: TrainingSettings
+    output: OutputSettings = OutputSettings()
     seed: int = Field(ge=0)
     privacy_seed: int | None = Field(default=None, ge=0)
 
@@ -90,7 +113,23 @@ class RunSettings(_Strict):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML reads 1e-5 as text (YAML 1.1 wants 1.0e-5); JSON and people mean a number."""
+    """PyYAML's, but for two habits.
+
+    It reads 1e-5 as text (YAML 1.1 wants 1.0e-5), where JSON and people mean a number; and of a
+    key that is given twice it drops the first without a word.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that is given twice."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            # Keys that are merged in with << may be given again: that is what merging is for.
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"duplicate key {key.value!r} in line {line}")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -112,6 +151,8 @@ def parse_settings(text: str, *, origin: str) -> RunSettings:
         raw = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{origin}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{origin}: must hold a mapping of settings")
     try:
@@ -127,6 +168,8 @@ def _problem(item: Any) -> str:
         return f"unknown key {key!r}"
     if item["type"] == "missing":
         return f"missing key {key!r}"
+    if item["type"] == "value_error":
+        return f"{key}: {item['ctx']['error']}"
     return f"{key}: {item['msg'].lower()}, got {item['input']!r}"
 
 

@@ -1,246 +1,390 @@
-"""One training run: from typed settings to a result file."""
+"""One training run: from typed settings to a result file, through interruptions."""
 
-import csv
-import io
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
-from dprc import accounting
-from dprc.engine import PrivacyEngine
-from dprc.errors import PrivacyError
+from dprc import fingerprints
+from dprc.checkpoints import Snapshot
 from dprc.noise import Stream
-from dprc.results import write_result, write_text_atomic
-from dprc.sampling import LogicalBatch, PlainSampler, PoissonLoader
-from dprc.settings import PrivacySettings, RunSettings, TrainingSettings
+from dprc.optimization import make_optimizer, make_scheduler
+from dprc.privacy_card import privacy_facts, write_card
+from dprc.privacy_target import check_target, make_engine
+from dprc.progress import Reporter, Reporters, TensorBoard
+from dprc.results import write_result
+from dprc.run_folder import RunFolder, contents
+from dprc.run_log import RunLog
+from dprc.sampling import LogicalBatch
+from dprc.saved_models import check_savable, save_model
+from dprc.settings import RunSettings
+from dprc.termination import Terminated, Termination
+from dprc.updates import PlainUpdate, PrivateUpdate, Update
 from dprc.workload import Workload, prepare_workload
 
 
-@dataclass
-class StepLog:
-    """What is written for each step. Everything but the step is computed from private data."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def text(self) -> str:
-        """Return CSV; the names say what is not private."""
-        handle = io.StringIO()
-        columns = ["step", "nonprivate_batch_size", "nonprivate_mean_loss", "seconds"]
-        writer = csv.DictWriter(handle, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return handle.getvalue()
-
-
-def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(
-            trained, lr=settings.learning_rate, weight_decay=settings.weight_decay
-        )
-    return torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-
-
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, settings: TrainingSettings
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return linear warm-up, then a constant rate or a linear decay to zero."""
-
-    def factor(step: int) -> float:
-        if step < settings.warmup_steps:
-            return (step + 1) / settings.warmup_steps
-        if settings.schedule == "constant":
-            return 1.0
-        return (settings.steps - step) / max(settings.steps - settings.warmup_steps, 1)
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def calibrated_noise(
-    privacy: PrivacySettings, training: TrainingSettings, clipping: dict[str, Any]
-) -> float:
-    """Return the noise multiplier of a run: calibrated, or the given one after a check.
-
-    Raises:
-        PrivacyError: The given one does not reach the target.
-    """
-    run = {"sample_rate": training.sample_rate, "steps": training.steps, **clipping}
-    if privacy.noise_multiplier is None:
-        return accounting.noise_multiplier(epsilon=privacy.epsilon, delta=privacy.delta, **run)
-    reached = accounting.epsilon(
-        noise_multiplier=privacy.noise_multiplier, delta=privacy.delta, **run
-    )
-    if reached > privacy.epsilon:
-        raise PrivacyError(
-            f"privacy.noise_multiplier: {privacy.noise_multiplier} gives epsilon {reached:.4f}, "
-            f"above the target {privacy.epsilon}. Leave it out to have it calibrated."
-        )
-    return privacy.noise_multiplier
-
-
-def train(settings: RunSettings, folder: Path, *, show_progress: bool = False) -> dict[str, Any]:
+def train(
+    settings: RunSettings,
+    folder: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
     """Train, evaluate on the test split and write the result.
 
     Args:
         settings: Of the run.
-        folder: Gets settings.yaml, steps.csv and, last, metrics.json.
-        show_progress: Whether to draw a progress bar on standard error.
+        folder: Gets settings.yaml, steps.csv, evaluations.csv, model/ and, last, metrics.json;
+            checkpoints/ until then.
+        resume: Go on from the last usable checkpoint, if it is of this run: same settings, data,
+            model and code. The result is that of an uninterrupted run. Nothing is done where this
+            run is finished.
+        overwrite: Replace what is in the folder; with ``resume``, only where it is of another run
+            or damaged.
+        reporter: Hears how the run goes on.
 
     Returns:
         The metrics that metrics.json holds.
 
     Raises:
         PrivacyError: The run would break its guarantee.
-        ValueError: A setting out of range.
+        ValueError: A setting out of range; training diverged; the checkpoint is of another run, or
+            none is usable.
         FileNotFoundError: Data or model are not prepared.
+        FileExistsError: The folder holds a run, and neither resume nor overwrite is given.
+        ImportError: output.tensorboard without the package.
+        MemoryError: A physical batch does not fit.
+        OSError: Something could not be written; checkpoints stay as they were.
+        Terminated: SIGTERM came; a checkpoint is saved.
+
+    Guarantee: of a private run, the trained parameters are (ε, δ)-private with the ε and δ of
+        metrics.json (see PRIVACY.md beside the model), however often it was interrupted: a resumed
+        run draws the same noise for the same samples of the same data. Checkpoints, and whatever
+        is named ``nonprivate``, are not covered.
     """
-    # Before anything is trained: a folder that cannot be written would lose the run.
-    folder.mkdir(parents=True, exist_ok=True)
+    check_target(settings)
+    told: Reporter = reporter or Reporters(())
+    if settings.output.tensorboard:
+        told = Reporters((told, TensorBoard(folder / "tensorboard")))
+    place = RunFolder(folder, resume=resume, overwrite=overwrite, note_fn=told.noted)
+    try:
+        with place.exclusive():
+            metrics = place.finished_metrics(settings)
+            return _train(settings, place, told) if metrics is None else metrics
+    finally:
+        told.finished()
+
+
+def _train(settings: RunSettings, place: RunFolder, reporter: Reporter) -> dict[str, Any]:
+    about = fingerprints.of_settings(settings) | fingerprints.of_code()
+    step = place.resumable_step()
+    if step is not None and not place.is_continued_by(step, about):
+        step = None
     workload = prepare_workload(settings)
-    model = workload.model
-
-    started, log = time.perf_counter(), StepLog()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)  # dropout, if the model has any
-        engine = _fit(workload, settings, log, show_progress)
-    train_seconds = time.perf_counter() - started
-
-    metrics = {
-        **workload.evaluate(),
-        "train_documents": len(workload.train),
-        "test_documents": len(workload.test),
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "steps": settings.training.steps,
-        "train_seconds": train_seconds,
-    }
-    if not math.isfinite(log.rows[-1]["nonprivate_mean_loss"]):
-        raise ValueError("training diverged: the last loss is not finite; lower learning_rate")
-    privacy = None
-    if engine is not None and settings.privacy is not None:
-        metrics["nonprivate_clipped_fraction"] = engine.clipped_samples / max(
-            sum(row["nonprivate_batch_size"] for row in log.rows), 1
-        )
-        privacy = _privacy_section(engine, settings.privacy, settings.training)
-        engine.detach()
-    write_text_atomic(folder / "settings.yaml", yaml.safe_dump(settings.model_dump()))
-    write_text_atomic(folder / "steps.csv", log.text())
-    write_result(
-        folder / "metrics.json", config=settings.model_dump(), metrics=metrics, privacy=privacy
+    if settings.output.save_model:
+        check_savable(workload.model)
+    about |= contents(
+        fingerprints.of_examples(workload.train, workload.test),
+        fingerprints.of_model(workload.model),
     )
-    return metrics
+    if step is not None and not place.is_continued_by(step, about):
+        step = None
+    run = Run(settings, workload)
+    with Termination() as termination, _own_generators(workload.model, settings.seed):
+        if step is None:
+            place.start_anew()
+        else:
+            run.restore(place.checkpoints.load(step))
+        place.write_settings(settings)
+        reporter.started(run.done, settings.training.steps)
+        _loop(run, place, about, termination, reporter)
+    return _finish(run, place)
 
 
-def _privacy_section(
-    engine: PrivacyEngine, privacy: PrivacySettings, training: TrainingSettings
-) -> dict[str, Any]:
-    return {
-        "epsilon": engine.epsilon(privacy.delta),
-        "epsilon_target": privacy.epsilon,
-        "delta": privacy.delta,
-        "noise_multiplier": engine.noise_multiplier,
-        "max_grad_norm": engine.max_grad_norm,
-        "sample_rate": training.sample_rate,
-        "steps": engine.accountant.steps,
-        "estimator": engine.estimator.name,
-        "num_probes": engine.law.num_probes,
-        "sketch": None if engine.law.is_exact else engine.sketch,
-        "analysis": engine.analysis,
-        "adjacency": "add/remove one document",
-        "sampled_by_loader": engine.sampled_by_loader,
-        "releasable": engine.releasable,
-    }
+class Run:
+    """What changes from step to step: model, optimizer, schedule, engine, log.
 
+    Args:
+        settings: Of the run.
+        workload: Its model is trained in place.
+        make_update: Makes the update of an optimizer; from the settings when None.
 
-def _fit(
-    workload: Workload, settings: RunSettings, log: StepLog, show_progress: bool
-) -> PrivacyEngine | None:
-    """Train in place; return the engine of a private run."""
-    training, model, examples = settings.training, workload.model, workload.train
-    optimizer = make_optimizer(model, training)
-    scheduler = make_scheduler(optimizer, training)
-    model.train()
-    batch_size = training.sample_rate * len(examples)
-    if settings.method is None or settings.privacy is None:
-        loader = PoissonLoader(
-            examples,
-            PlainSampler(Stream((settings.seed, 0)), training.sample_rate),
-            steps=training.steps,
-            max_physical_batch=training.max_physical_batch,
-            collate_fn=examples.collate,
+    Attributes:
+        log: Rows so far.
+        update: How losses change the model.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        workload: Workload,
+        *,
+        make_update: Callable[[torch.optim.Optimizer], Update] | None = None,
+    ) -> None:
+        self.settings, self.workload, self.log = settings, workload, RunLog()
+        workload.model.train()
+        self._optimizer = make_optimizer(workload.model, settings.training)
+        self._scheduler = make_scheduler(self._optimizer, settings.training)
+        self.update = (make_update or self._update_of_settings)(self._optimizer)
+
+    def _update_of_settings(self, optimizer: torch.optim.Optimizer) -> Update:
+        training = self.settings.training
+        # Derived, so that it cannot contradict the sampling rate.
+        expected = training.sample_rate * len(self.workload.train)
+        if self.settings.method is not None:
+            model = self.workload.model
+            engine = make_engine(model, optimizer, self.settings, expected_batch_size=expected)
+            return PrivateUpdate(engine)
+        return PlainUpdate(
+            optimizer,
+            Stream((self.settings.seed, 0)),
+            sample_rate=training.sample_rate,
+            expected_batch_size=expected,
         )
 
-        def backward(values: torch.Tensor) -> None:
-            torch.autograd.backward(values.sum() / batch_size)
+    @property
+    def done(self) -> int:
+        """Number of steps taken."""
+        return len(self.log.steps)
 
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+    def epsilon(self) -> float | None:
+        """Return what the steps so far cost; None without privacy."""
+        privacy = self.settings.privacy
+        if privacy is None or not isinstance(self.update, PrivateUpdate):
+            return None
+        return self.update.engine.epsilon(privacy.delta)
 
-        _loop(workload, loader, backward, step, scheduler, log, show_progress)
-        return None
+    def batches(self) -> Iterator[LogicalBatch]:
+        """Yield the logical batches that are left."""
+        training = self.settings.training
+        if self.done < training.steps:
+            yield from self.update.loader(
+                self.workload,
+                steps=training.steps - self.done,
+                max_physical_batch=training.max_physical_batch,
+            )
 
-    clipping = settings.method.accounting()
-    engine = PrivacyEngine(
-        model,
-        optimizer,
-        max_grad_norm=settings.privacy.max_grad_norm,
-        noise_multiplier=calibrated_noise(settings.privacy, training, clipping),
-        sample_rate=training.sample_rate,
-        expected_batch_size=batch_size,
-        schedule=settings.method.schedule,
-        privacy_seed=settings.privacy_seed,
-        **clipping,
-    )
-    loader = engine.poisson_loader(
-        examples,
-        steps=training.steps,
-        max_physical_batch=training.max_physical_batch,
-        collate_fn=examples.collate,
-    )
-    _loop(workload, loader, engine.backward, engine.step, scheduler, log, show_progress)
-    return engine
+    def take_step(self, logical_batch: LogicalBatch) -> None:
+        """Train on one logical batch and log it.
+
+        Raises:
+            MemoryError: It does not fit.
+            ValueError: Training diverged.
+        """
+        started, total, finite = time.perf_counter(), 0.0, 0
+        rate = float(self._scheduler.get_last_lr()[0])
+        try:
+            for batch in logical_batch:
+                losses = self.workload.losses(batch)
+                self.update.backward(losses)
+                counted = losses.detach()[losses.detach().isfinite()]
+                total, finite = total + float(counted.sum()), finite + counted.numel()
+            self.update.step()
+        except (MemoryError, RuntimeError) as error:
+            if _is_out_of_memory(error):
+                raise MemoryError(
+                    f"out of memory in step {self.done + 1} with training.max_physical_batch="
+                    f"{self.settings.training.max_physical_batch}. Lower it (that changes no "
+                    "sample and no noise) and go on with --resume"
+                ) from error
+            raise
+        self._scheduler.step()
+        mean = total / finite if finite else (math.nan if len(logical_batch) else None)
+        self.log.steps.append(
+            {
+                "step": self.done + 1,
+                "learning_rate": rate,
+                "nonprivate_batch_size": len(logical_batch),
+                "nonprivate_mean_loss": mean,
+                "nonprivate_seconds": round(time.perf_counter() - started, 4),
+            }
+        )
+        if mean is not None and math.isnan(mean):
+            self.check_finite()
+
+    def check_finite(self) -> None:
+        """Refuse a model that has become useless.
+
+        Raises:
+            ValueError: A trained parameter is not finite.
+        """
+        for name, parameter in self.workload.model.named_parameters():
+            if parameter.requires_grad and not bool(parameter.detach().isfinite().all()):
+                raise ValueError(
+                    f"training diverged: after step {self.done} {name} is not finite; lower "
+                    "training.learning_rate"
+                )
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate the model as it is, log and return the row; training does not notice."""
+        with _own_generators(self.workload.model, self.settings.seed):
+            metrics = self.workload.evaluate()
+        self.workload.model.train()
+        row = {"step": self.done, "epsilon": self.epsilon(), **metrics}
+        self.log.evaluations.append(row)
+        return row
+
+    def snapshot(self, about: Mapping[str, Any]) -> Snapshot:
+        """Return all that a run needs to go on from here."""
+        model = self.workload.model
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        lasting = model.state_dict().keys()  # other buffers are made with the model
+        buffers = {n: b.clone() for n, b in model.named_buffers() if n in lasting}
+        return Snapshot(
+            step=self.done,
+            about=dict(about),
+            log=self.log,
+            parameters=trained | buffers,
+            state={
+                "optimizer": self._optimizer.state_dict(),
+                "scheduler": self._scheduler.state_dict(),
+                "update": self.update.state_dict(),
+                "generators": _generator_states(model),
+            },
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot of the same run; this one has taken no step."""
+        model, state = self.workload.model, snapshot.state
+        places = dict(model.named_parameters()) | dict(model.named_buffers())
+        with torch.no_grad():
+            for name, value in snapshot.parameters.items():
+                places[name].copy_(value)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+        self.update.load_state_dict(state["update"])
+        _set_generator_states(model, state["generators"])
+        self.log = snapshot.log
 
 
 def _loop(
-    workload: Workload,
-    loader: PoissonLoader,
-    backward: Callable[[torch.Tensor], None],
-    step: Callable[[], None],
-    scheduler: torch.optim.lr_scheduler.LambdaLR,
-    log: StepLog,
-    show_progress: bool,
+    run: Run,
+    place: RunFolder,
+    about: Mapping[str, Any],
+    termination: Termination,
+    reporter: Reporter,
 ) -> None:
-    for logical_batch in _with_progress(loader, show_progress):
-        started, total = time.perf_counter(), 0.0
-        for batch in logical_batch:
-            values = workload.losses(batch)
-            backward(values)
-            total += float(values.detach().nan_to_num(posinf=0.0).sum())
-        step()
-        scheduler.step()
-        log.rows.append(
-            {
-                "step": logical_batch.step,
-                "nonprivate_batch_size": len(logical_batch),
-                "nonprivate_mean_loss": total / max(len(logical_batch), 1),
-                "seconds": round(time.perf_counter() - started, 4),
-            }
+    """Take the steps that are left; save and evaluate between them where it is due."""
+    output, steps = run.settings.output, run.settings.training.steps
+    log_every = output.log_every or max(1, steps // 10)
+    saved = run.done
+
+    def is_due(every: int | None) -> bool:
+        return every is not None and (run.done % every == 0 or run.done == steps)
+
+    def save() -> None:
+        nonlocal saved
+        if saved != run.done:
+            place.checkpoints.save(run.snapshot(about))
+            place.write_log(run.log)
+            saved = run.done
+
+    def evaluate() -> None:
+        due = run.done == steps or (run.done > 0 and is_due(output.evaluate_every))
+        if due and not run.log.evaluated(run.done):
+            # It can be repeated and may take long, so it does not hold up a request to stop.
+            with termination.at_once():
+                row = run.evaluate()
+            reporter.evaluated(row, run.workload.main_metric)
+
+    try:
+        evaluate()  # the one that an interruption may have left out
+        for logical_batch in run.batches():
+            run.take_step(logical_batch)
+            log = is_due(log_every)
+            reporter.stepped(run.log.steps[-1], log=log, epsilon=run.epsilon() if log else None)
+            if is_due(output.checkpoint_every):
+                save()
+            if termination.requested:
+                raise Terminated
+            evaluate()
+    except Terminated as stop:
+        save()
+        stop.step = run.done
+        raise
+
+
+def _finish(run: Run, place: RunFolder) -> dict[str, Any]:
+    """Write the results of a run whose steps are all taken; metrics.json comes last."""
+    settings, workload, log = run.settings, run.workload, run.log
+    run.check_finite()
+    losses = [row["nonprivate_mean_loss"] for row in log.steps]
+    if any(loss is not None and math.isnan(loss) for loss in losses[-1:]):
+        raise ValueError("training diverged: the last loss is not finite; lower learning_rate")
+    evaluation = {k: v for k, v in log.evaluations[-1].items() if k not in ("step", "epsilon")}
+    metrics = {
+        **evaluation,
+        "train_documents": len(workload.train),
+        "test_documents": len(workload.test),
+        "trained_parameters": sum(
+            p.numel() for p in workload.model.parameters() if p.requires_grad
+        ),
+        "steps": run.done,
+        "train_seconds": log.total("nonprivate_seconds"),
+    }
+    facts = None
+    if settings.privacy is not None and isinstance(run.update, PrivateUpdate):
+        engine = run.update.engine
+        drawn = log.total("nonprivate_batch_size")
+        metrics["nonprivate_clipped_fraction"] = engine.clipped_samples / max(drawn, 1)
+        facts = privacy_facts(engine, settings.privacy, settings.training)
+        engine.detach()
+    place.write_log(log)
+    with place.writing("the results"):
+        if settings.output.save_model:
+            save_model(workload.model, workload.tokenizer, place.model)
+            write_card(place.model, facts)
+        write_result(
+            place.metrics,
+            config=settings.model_dump(),
+            metrics=metrics,
+            privacy=facts,
+            device=_device_in_words(workload.model),
         )
+    if not settings.output.keep_checkpoints:
+        place.checkpoints.remove()
+    return metrics
 
 
-def _with_progress(loader: PoissonLoader, show: bool) -> Iterator[LogicalBatch]:
-    if not show:
-        yield from loader
-        return
-    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("training"), *columns) as progress:
-        yield from progress.track(loader, total=len(loader))
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch's allocator on a CPU raises a plain RuntimeError.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        "allocate memory" in str(error)
+    )
+
+
+# --- torch's global generators: dropout draws from them -----------------------------------------
+
+
+def _gpus(model: nn.Module) -> list[torch.device]:
+    found = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    return sorted(found, key=lambda device: device.index or 0)
+
+
+@contextmanager
+def _own_generators(model: nn.Module, seed: int) -> Iterator[None]:
+    """Seed torch's generators, and give them back as they were."""
+    with torch.random.fork_rng(devices=_gpus(model)):
+        torch.manual_seed(seed)
+        yield
+
+
+def _generator_states(model: nn.Module) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(model))]
+
+
+def _set_generator_states(model: nn.Module, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for gpu, state in zip(_gpus(model), states[1:], strict=True):
+        torch.cuda.set_rng_state(state, gpu)
+
+
+def _device_in_words(model: nn.Module) -> str:
+    gpus = _gpus(model)
+    return torch.cuda.get_device_name(gpus[0]) if gpus else "cpu"

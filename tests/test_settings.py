@@ -65,6 +65,12 @@ def test_yaml_reads_scientific_numbers_as_people_mean_them():
         ("method.sketch", "both", "method.sketch: .*'per_sample' or 'shared', got 'both'"),
         ("privacy", None, "method and privacy must both be given"),
         ("seed", True, "seed: .*integer"),
+        ("training.momentum", 0.9, "training: momentum is an option of sgd, not of adamw"),
+        ("training.warmup_steps", 13, "training: warmup_steps must be at most steps=12, got 13"),
+        ("training.schedule", "cosin", "training.schedule: .*'cosine', got 'cosin'"),
+        ("training.learning_rate", float("nan"), "training.learning_rate: .*got nan"),
+        ("output", {"checkpoint_evry": 5}, "unknown key 'output.checkpoint_evry'"),
+        ("output", {"checkpoint_every": 0}, "output.checkpoint_every: .*or equal to 1, got 0"),
     ],
 )
 def test_a_bad_key_is_named(key, value, message):

@@ -1,18 +1,25 @@
 """A training run, from settings to the result file, on real text and a very small model."""
 
 import json
+import random
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import dprc
 from dprc import accounting, tasks
 from dprc.models import MeanPooledClassifier, TinyLlama, load_classifier, principal_components
+from dprc.privacy_target import calibrated_noise
 from dprc.results import write_result
+from dprc.saved_models import load_classifier_folder
 from dprc.settings import RunSettings
-from dprc.train import calibrated_noise, make_scheduler, train
+from dprc.train import train
 from dprc.workload import TokenisedExamples
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy_seed", "ignore:num_probes")
@@ -65,6 +72,7 @@ def settings(prepared, **changes):
         "method": {"estimator": "hutchinson", "num_probes": 8},
         "privacy": {"epsilon": 8.0, "delta": 1e-5, "max_grad_norm": 1.0},
         "training": {"sample_rate": 0.2, "steps": 20, "learning_rate": 0.01},
+        "output": {"log_every": 20, "checkpoint_every": None},
         "seed": 0,
         "privacy_seed": 3,
     }
@@ -90,8 +98,21 @@ class TestARun:
         assert metrics["train_documents"] == TRAIN
         assert 0 <= metrics["test_accuracy"] <= 1
         lines = (tmp_path / "steps.csv").read_text().splitlines()
-        assert lines[0] == "step,nonprivate_batch_size,nonprivate_mean_loss,seconds"
+        assert lines[0] == (
+            "step,learning_rate,nonprivate_batch_size,nonprivate_mean_loss,nonprivate_seconds"
+        )
         assert len(lines) == 21
+        # Only weights, tokenizer and what they promise: no seed, key or state of a generator.
+        assert {path.name for path in (tmp_path / "model").iterdir()} == {
+            "PRIVACY.md", "classifier.json", "config.json", "head.safetensors",
+            "model.safetensors", "privacy.json", "tokenizer.json", "tokenizer_config.json",
+        }  # fmt: skip
+        model, tokenizer = load_classifier_folder(tmp_path / "model")
+        test = TokenisedExamples(FewArticles().read().test, tokenizer, 40)
+        batch = test.collate([test[i] for i in range(len(test))])
+        right = model(batch["input_ids"], batch["attention_mask"]).logits.argmax(-1)
+        right = right == batch["labels"]
+        assert float(right.float().mean()) == pytest.approx(metrics["test_accuracy"])
 
     def test_same_seeds_same_numbers_and_others_otherwise(self, prepared, tmp_path):
         def losses_of(name, **changes):
@@ -110,7 +131,7 @@ class TestARun:
         train(settings(prepared, **changes), tmp_path)
         assert json.loads((tmp_path / "metrics.json").read_text())["privacy"] is None
         rows = [line.split(",") for line in (tmp_path / "steps.csv").read_text().splitlines()[1:]]
-        assert float(rows[-1][2]) < float(rows[0][2]) / 2
+        assert float(rows[-1][3]) < float(rows[0][3]) / 2
 
     def test_both_schedules_train_alike(self, prepared, tmp_path):
         rows = []
@@ -118,7 +139,7 @@ class TestARun:
             method = {"estimator": "hutchinson", "num_probes": 8, "schedule": schedule}
             train(settings(prepared, method=method), tmp_path / schedule)
             text = (tmp_path / schedule / "steps.csv").read_text().splitlines()[1:]
-            rows.append([float(line.split(",")[2]) for line in text])
+            rows.append([float(line.split(",")[3]) for line in text])
         torch.testing.assert_close(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 
@@ -196,18 +217,6 @@ class TestParts:
         with pytest.raises(ValueError, match="at most 4 components"):
             principal_components(matrix, 5)
 
-    def test_warm_up_then_linear_decay(self, prepared):
-        training = settings(prepared).training.model_copy(
-            update={"warmup_steps": 2, "schedule": "linear", "steps": 6, "learning_rate": 1.0}
-        )
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        scheduler, rates = make_scheduler(optimizer, training), []
-        for _ in range(6):
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        assert rates == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [({"heads": 3}, "heads: .* got 3"), ({"layers": 0}, "layers: .* got 0")],
@@ -225,3 +234,50 @@ def test_the_real_public_embedding_makes_the_real_model(tmp_path):
     model, tokenizer = load_classifier(tmp_path, 5, seed=0)
     assert model.backbone.embed_tokens.weight.shape == (49152, 32)
     assert tokenizer.decode(tokenizer("Hello world")["input_ids"]) == "Hello world"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [{}, {"method": None, "privacy": None}])
+def test_a_command_killed_at_random_ends_as_one_that_was_not(prepared, tmp_path, chosen):
+    """A process of its own, real text, and no mercy: SIGKILL whenever a step was reported."""
+    output = {"log_every": 1, "checkpoint_every": 3, "evaluate_every": 7}
+    run = settings(prepared, output=output, **chosen)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump()))
+    words = [sys.executable, "-m", "dprc", "train", "--resume", "--config", tmp_path / "run.yaml"]
+
+    def started(name):
+        return subprocess.Popen(
+            [*words, "--out", tmp_path / name], stderr=subprocess.PIPE, text=True
+        )
+
+    def ended(name):
+        result = json.loads((tmp_path / name / "metrics.json").read_text())
+        del result["metrics"]["train_seconds"]
+        steps = (tmp_path / name / "steps.csv").read_text().splitlines()
+        return (
+            result,
+            [row.rsplit(",", 1)[0] for row in steps],
+            (tmp_path / name / "evaluations.csv").read_text(),
+            (tmp_path / name / "model" / "model.safetensors").read_bytes(),
+            (tmp_path / name / "model" / "head.safetensors").read_bytes(),
+        )
+
+    whole = started("whole")
+    whole.communicate()
+    assert whole.returncode == 0
+    for step in sorted(random.Random(5).sample(range(4, 20), 3)):
+        process = started("cut")
+        for line in process.stderr:
+            if f"step {step}/20  nonprivate" in line:
+                break
+        else:
+            pytest.fail(f"step {step} was not reported")
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert not (tmp_path / "cut" / "metrics.json").exists()
+    last = started("cut")
+    _, said = last.communicate()
+    assert last.returncode == 0, said
+    assert "starting anew" not in said
+    assert ended("cut") == ended("whole")

@@ -38,13 +38,22 @@ def add_parsers(subparsers: Any) -> None:
         "train",
         help="one training run, from a settings file to metrics.json",
         description=(
-            "Train one model, privately or not, and evaluate it on the test split. A run that is "
-            "interrupted writes nothing and starts anew."
+            "Train one model, privately or not, and evaluate it on the test split. A run saves "
+            "checkpoints on its way and when it gets SIGTERM (then it exits with 143). With both "
+            "flags, it goes on where it can and starts anew where it cannot."
         ),
-        epilog="example: dprc train --config run.yaml --out results/my-run",
+        epilog="example: dprc train --config run.yaml --out results/my-run --resume",
     )
     train.add_argument("--config", required=True, help="YAML or JSON settings; - reads stdin")
     train.add_argument("--out", required=True, type=Path, help="folder to write")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint; refused if settings, data, model or code changed",
+    )
+    train.add_argument(
+        "--overwrite", action="store_true", help="replace a run that is in the folder already"
+    )
     train.set_defaults(run=_train)
 
 
@@ -73,12 +82,40 @@ def _prepare_model(arguments: argparse.Namespace) -> None:
     save_tiny_llama(preset, arguments.out)
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int:
     from dprc.settings import read_settings
+    from dprc.termination import Terminated
 
     settings = read_settings(arguments.config, sys.stdin)  # refused before anything slow
     _offline()
+    from dprc.progress import Bar, Lines
     from dprc.train import train
 
-    metrics = train(settings, arguments.out, show_progress=sys.stderr.isatty())
-    print(f"test accuracy {metrics['test_accuracy']:.4f} -> {arguments.out / 'metrics.json'}")
+    reporter = Bar() if sys.stderr.isatty() else Lines()
+    resume = f"dprc train --config {arguments.config} --out {arguments.out} --resume"
+    try:
+        train(
+            settings,
+            arguments.out,
+            resume=arguments.resume,
+            overwrite=arguments.overwrite,
+            reporter=reporter,
+        )
+    except Terminated as stop:
+        print(
+            f"dprc train: terminated after step {stop.step}, which is saved. Go on with: {resume}",
+            file=sys.stderr,
+        )
+        return 143
+    except KeyboardInterrupt:
+        print(
+            f"dprc train: interrupted; no result was written. Go on from the last checkpoint, or "
+            f"from the start without one, with: {resume}",
+            file=sys.stderr,
+        )
+        return 130
+    except MemoryError as error:
+        print(f"dprc train: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{reporter.last_evaluation or 'finished before'} -> {arguments.out / 'metrics.json'}")
+    return 0

@@ -39,6 +39,13 @@ def test_nothing_is_done_twice(finished_project):
     assert finished_project.planned_jobs() == {}
 
 
+def test_training_goes_on_where_it_can_and_starts_anew_where_it_cannot(finished_project):
+    calls = (finished_project.bin / "calls.log").read_text().splitlines()
+    runs = [call.split() for call in calls if call.startswith("train ")]
+    assert runs
+    assert all({"--resume", "--overwrite"} < set(words) for words in runs)
+
+
 def test_deleting_results_remakes_only_what_depends_on_them(finished_project):
     run = finished_project.result("results/train/*/*/exact/eps9/seed0/metrics.json")
     table = finished_project.result("results/tables/flops.csv")

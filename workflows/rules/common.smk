@@ -173,6 +173,7 @@ def training_settings(wildcards):
         "training": task["training"],
         "seed": int(wildcards.seed),
         "privacy_seed": config["privacy_seed"],
+        "output": {"save_model": False},
     }
     return json.dumps(settings)
 

@@ -43,13 +43,15 @@ rule train_model:
         mem_mb=task_resource("mem_mb", 3000),
         gpu=task_resource("gpu", 0),
         runtime=task_resource("runtime", 60),
+    # A run that was killed goes on from its last checkpoint, which is no declared output and so
+    # stays in the folder; where settings, data or code have changed since, it starts anew.
     params:
         directory=subpath(output.metrics, parent=True),
         settings=training_settings,
         code=code_hash("dprc.train"),
     shell:
         "printf '%s' {params.settings:q}"
-        " | dprc train --config - --out {params.directory} > {log} 2>&1"
+        " | dprc train --config - --out {params.directory} --resume --overwrite > {log} 2>&1"
 
 
 rule collect_metrics:

@@ -1,0 +1,100 @@
+"""How losses become an update of the model: with privacy through the engine, or plainly."""
+
+from typing import Any, Protocol
+
+import torch
+
+from dprc.engine import PrivacyEngine
+from dprc.noise import Stream
+from dprc.sampling import PlainSampler, PoissonLoader
+from dprc.workload import Workload
+
+
+class Update(Protocol):
+    """What the training loop asks for; one of the two below."""
+
+    def loader(self, workload: Workload, *, steps: int, max_physical_batch: int) -> PoissonLoader:
+        """Return the logical batches of the next steps."""
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """Take the losses (B,) of one physical batch."""
+
+    def step(self) -> None:
+        """Step the optimizer, once for each logical batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two steps, as plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+
+
+class PrivateUpdate:
+    """Clipped and noised by an engine.
+
+    Args:
+        engine: Holds the model.
+    """
+
+    def __init__(self, engine: PrivacyEngine) -> None:
+        self.engine = engine
+        self.backward, self.step = engine.backward, engine.step
+        self.state_dict, self.load_state_dict = engine.state_dict, engine.load_state_dict
+
+    def loader(self, workload: Workload, *, steps: int, max_physical_batch: int) -> PoissonLoader:
+        """Return the logical batches of the next steps."""
+        return self.engine.poisson_loader(
+            workload.train,
+            steps=steps,
+            max_physical_batch=max_physical_batch,
+            collate_fn=workload.train.collate,
+        )
+
+
+class PlainUpdate:
+    """The mean gradient over the expected batch size, with the sampling of a private run.
+
+    Args:
+        optimizer: Of the run.
+        stream: Samples are drawn from it.
+        sample_rate: Inclusion probability q.
+        expected_batch_size: What sums are divided by.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        stream: Stream,
+        *,
+        sample_rate: float,
+        expected_batch_size: float,
+    ) -> None:
+        self._optimizer, self._batch_size = optimizer, expected_batch_size
+        self._sampler = PlainSampler(stream, sample_rate)
+
+    def loader(self, workload: Workload, *, steps: int, max_physical_batch: int) -> PoissonLoader:
+        """Return the logical batches of the next steps."""
+        return PoissonLoader(
+            workload.train,
+            self._sampler,
+            steps=steps,
+            max_physical_batch=max_physical_batch,
+            collate_fn=workload.train.collate,
+        )
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """Add the gradient of the sum over the expected batch size."""
+        torch.autograd.backward(losses.sum() / self._batch_size)
+
+    def step(self) -> None:
+        """Step the optimizer."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the sampling stream."""
+        return {"next_step": self._sampler.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position in the sampling stream."""
+        self._sampler.next_step = state["next_step"]
