@@ -57,8 +57,7 @@ def generate(
             raise ValueError(f"{name}: must be at least 1, got {value}")
     if not all(prompts):
         raise ValueError("prompts: an empty one has nothing to continue")
-    # A configuration of its own: the model's may sample, or forbid repetitions.
-    config = GenerationConfig(
+    greedy = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=1,
@@ -66,20 +65,29 @@ def generate(
         pad_token_id=pad_token_id,
         eos_token_id=eos_token_id,
     )
-    device = next(model.parameters()).device
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
+    device = next(causal.parameters()).device
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: list[list[int]] = [[] for _ in prompts]
-    with evaluating(model):
+    with evaluating(model), _configured(causal, greedy):
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             ids, mask = _left_padded([prompts[index] for index in chosen], pad_token_id)
-            output = model.generate(
-                input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config
-            )
+            output = causal.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
             for index, row in zip(chosen, output[:, ids.shape[1] :].tolist(), strict=True):
                 stop = row.index(eos_token_id) if eos_token_id in row else len(row)
                 answers[index] = row[:stop]
     return answers
+
+
+@contextmanager
+def _configured(causal: Any, config: GenerationConfig) -> Iterator[None]:
+    """Replace a model's generation defaults: what a call leaves unsaid is taken from them."""
+    before, causal.generation_config = causal.generation_config, config
+    try:
+        yield
+    finally:
+        causal.generation_config = before
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

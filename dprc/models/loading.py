@@ -86,7 +86,7 @@ def load_model(
         "dtype": getattr(torch, settings.dtype),
         "attn_implementation": settings.attention,
     }
-    if (config.architectures or ["?"])[0].endswith("Model"):
+    if config.architectures == ["LlamaModel"]:
         model = _on_public_embedding(folder, options, num_labels, seed)
     elif num_labels is None:
         model = AutoModelForCausalLM.from_pretrained(folder, **options)

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -115,25 +115,36 @@ def fingerprint(text: str) -> str:
     return hashlib.sha256(normalised(text).encode()).hexdigest()
 
 
-def without_duplicates(examples: Iterable[Example]) -> list[Example]:
+def distinct(
+    examples: Iterable[Example], known: Mapping[str, Example] | None = None
+) -> dict[str, Example]:
     """Keep the first of equal documents, so that one document is one privacy unit.
+
+    Args:
+        examples: In order.
+        known: Documents that are not to be kept again, by fingerprint.
+
+    Returns:
+        What is kept, by fingerprint.
 
     Raises:
         ValueError: Equal documents carry different labels.
     """
+    known = known or {}
     kept: dict[str, Example] = {}
     for example in examples:
-        first = kept.setdefault(fingerprint(example.text), example)
+        key = fingerprint(example.text)
+        first = known.get(key) or kept.setdefault(key, example)
         if first.label != example.label:
             raise ValueError(
                 f"documents {first.id!r} and {example.id!r} are equal but labelled "
                 f"{first.label} and {example.label}"
             )
-    return list(kept.values())
+    return kept
 
 
 def fixed_split(
-    task: Task, train: Sequence[Example], test: Sequence[Example]
+    task: Task, train: Iterable[Example], test: Iterable[Example]
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """Drop duplicates within and across two pools and cut each to the task's public size.
 
@@ -143,9 +154,8 @@ def fixed_split(
     Raises:
         ValueError: Fewer distinct documents than the split needs.
     """
-    learned = without_duplicates(train)
-    # The first of equals is kept, so the training documents come first again.
-    held_out = without_duplicates([*train, *test])[len(learned) :]
+    learned = distinct(train)
+    held_out = distinct(test, known=learned)
     sides = []
     for side, pool, size in (
         ("train", learned, task.train_documents),
@@ -156,6 +166,5 @@ def fixed_split(
                 f"task {task.name}: the source has {len(pool)} distinct {side} documents, the "
                 f"split needs {size}; choose a smaller one with --{side}-documents"
             )
-        pool.sort(key=lambda example: fingerprint(example.text))
-        sides.append(tuple(pool[:size]))
+        sides.append(tuple(pool[key] for key in sorted(pool)[:size]))
     return sides[0], sides[1]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dprc.packages import package_folder
-from dprc.tasks.base import Dataset, Example, Kind, fingerprint, fixed_split, without_duplicates
+from dprc.tasks.base import Dataset, Example, Kind, distinct, fixed_split
 from dprc.tasks.hub import Rows, read_splits
 
 LABELS = ("business", "entertainment", "politics", "sport", "tech")
@@ -100,9 +100,9 @@ class BbcOffline(_News):
             for label, name in enumerate(LABELS)
             for file in sorted(_files(folder / _FOLDERS[name]))
         ]
-        distinct = sorted(without_duplicates(examples), key=lambda e: fingerprint(e.text))
+        articles = [article for _, article in sorted(distinct(examples).items())]
         cut = self.train_documents
-        train, test = fixed_split(self, distinct[:cut], distinct[cut:])
+        train, test = fixed_split(self, articles[:cut], articles[cut:])
         return Dataset(train, test, LABELS, documents_read=len(examples))
 
 

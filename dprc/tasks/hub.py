@@ -1,6 +1,6 @@
 """Rows of a dataset in the format of the Hugging Face hub: from the hub, or from local files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def read_splits(
             f"task {task}: {source or repository} has no split {missing[0]!r} (it has: "
             f"{', '.join(found)})"
         )
-    return [list(_checked(task, split, found[split], columns)) for split in splits]
+    return [_checked(task, split, found[split], columns) for split in splits]
 
 
 def _from_hub(task: str, repository: str, configuration: str | None) -> Mapping[str, Any]:
@@ -76,12 +76,19 @@ def _from_files(task: str, source: Path, configuration: str | None) -> Mapping[s
     return loaded
 
 
-def _checked(task: str, split: str, rows: Any, columns: Sequence[str]) -> Iterator[Any]:
-    for number, row in enumerate(rows):
+def _checked(task: str, split: str, rows: Iterable[Any], columns: Sequence[str]) -> Rows:
+    try:
+        read = list(rows)  # local files are read only here
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"task {task}: cannot read {split}; all files must have the same columns "
+            f"({_line(error)})"
+        ) from None
+    for number, row in enumerate(read):
         for column in columns:
             if row.get(column) is None:
                 raise ValueError(f"task {task}: row {number} of {split} has no {column!r}")
-        yield row
+    return read
 
 
 def _line(error: Exception) -> str:
