@@ -53,9 +53,9 @@ def test_use_conda_finds_the_environment_of_every_rule(project, tmp_path):
     assert done.returncode == 0, done.stdout
     plan = read_plan(done.stdout)
     # four private methods at three budgets, one for each task on papers, four for the low budget;
-    # two seeds, LoRA with two methods, one run for each task on papers
+    # two seeds, LoRA with three methods, one run for each task on papers
     assert plan["calibrate_noise"] == 4 * 3 + 2 + 4
-    assert plan["train_model"] == 2 * (1 + 4 * 3) + 2 + 2
+    assert plan["train_model"] == 2 * (1 + 4 * 3) + 3 + 2
     assert plan["prepare_dataset"] == 3
     assert plan["prepare_model"] == 2
     created = [line for line in done.stdout.splitlines() if line.startswith("Conda environment")]
