@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dprc.packages import package_folder
-from dprc.tasks.base import Dataset, Example, Kind, Prompt, fingerprint, fixed_split
+from dprc.tasks.base import Dataset, Example, Kind, Prompt, fixed_split, unique
+from dprc.tasks.duplicates import fingerprint
 
 _QUESTIONS = {
     "challenge": "What problem does the paper address?",
@@ -94,9 +95,9 @@ _Make = Callable[[str, str, Mapping[str, str]], Example]
 
 def _read(task: AclsumSummary | AclsumQa, source: Path | None, make: _Make) -> Dataset:
     folder = source or package_folder("aclsum", needed_by=f"task {task.name}") / "dataset"
-    train, test = ([*_papers(task.name, folder, names, make)] for names in (_TRAIN, _TEST))
-    sides = fixed_split(task, train, test)
-    return Dataset(*sides, (), documents_read=len(train) + len(test))
+    pools = [[*_papers(task.name, folder, names, make)] for names in (_TRAIN, _TEST)]
+    train, test = fixed_split(task, *unique(*pools))
+    return Dataset(train, test, (), documents_read=sum(map(len, pools)))
 
 
 def _papers(task: str, folder: Path, names: tuple[str, ...], make: _Make) -> Iterator[Example]:

@@ -1,14 +1,13 @@
 """What a task is: documents, what is to be said about them, and a fixed split."""
 
-import hashlib
-import re
-import unicodedata
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-_NO_WORD = re.compile(r"[\W_]+")
+from dprc.tasks.duplicates import fingerprint, near_duplicates
+
 Kind = Literal["classification", "summarization", "question_answering"]
 
 
@@ -100,71 +99,53 @@ class Task(Protocol):
         """Read, deduplicate and split the source: the usual one, or the files of a folder."""
 
 
-def normalised(text: str) -> str:
-    """Return the form in which two texts count as the same document.
-
-    Letters and digits only, without case, Unicode's variants of a character made one: texts that
-    differ in punctuation, quotes, spacing or line breaks are the same document.
-    """
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return _NO_WORD.sub(" ", folded).strip()
-
-
-def fingerprint(text: str) -> str:
-    """Return a hash of the normalised text; it orders documents the same way everywhere."""
-    return hashlib.sha256(normalised(text).encode()).hexdigest()
-
-
-def distinct(
-    examples: Iterable[Example], known: Mapping[str, Example] | None = None
-) -> dict[str, Example]:
-    """Keep the first of equal documents, so that one document is one privacy unit.
+def unique(*pools: Iterable[Example]) -> list[list[Example]]:
+    """Keep one of equal or almost equal documents, so that one document is one privacy unit.
 
     Args:
-        examples: In order.
-        known: Documents that are not to be kept again, by fingerprint.
+        *pools: What is in an earlier pool is dropped from the later ones.
 
     Returns:
-        What is kept, by fingerprint.
+        What is kept of each pool, ordered by fingerprint: no order of a source matters.
 
     Raises:
         ValueError: Equal documents carry different labels.
     """
-    known = known or {}
-    kept: dict[str, Example] = {}
-    for example in examples:
-        key = fingerprint(example.text)
-        first = known.get(key) or kept.setdefault(key, example)
-        if first.label != example.label:
-            raise ValueError(
-                f"documents {first.id!r} and {example.id!r} are equal but labelled "
-                f"{first.label} and {example.label}"
-            )
-    return kept
+    seen: dict[str, Example] = {}
+    kept = []
+    for pool in pools:
+        new: dict[str, Example] = {}
+        for example in pool:
+            key = fingerprint(example.text)
+            first = seen.setdefault(key, example)
+            if first is example:
+                new[key] = example
+            elif first.label != example.label:
+                raise ValueError(
+                    f"documents {first.id!r} and {example.id!r} are equal but labelled "
+                    f"{first.label} and {example.label}"
+                )
+        kept.append([new[key] for key in sorted(new)])
+    dropped = near_duplicates([example.text for pool in kept for example in pool])
+    number = itertools.count()
+    return [[example for example in pool if next(number) not in dropped] for pool in kept]
 
 
 def fixed_split(
-    task: Task, train: Iterable[Example], test: Iterable[Example]
+    task: Task, train: Sequence[Example], test: Sequence[Example]
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """Drop duplicates within and across two pools and cut each to the task's public size.
-
-    A test document that is also among the training documents is dropped from the test side. Each
-    side is ordered by fingerprint, so neither depends on the order of the source.
+    """Cut what ``unique`` kept to the task's public sizes.
 
     Raises:
-        ValueError: Fewer distinct documents than the split needs.
+        ValueError: Fewer documents than the split needs.
     """
-    learned = distinct(train)
-    held_out = distinct(test, known=learned)
-    sides = []
     for side, pool, size in (
-        ("train", learned, task.train_documents),
-        ("test", held_out, task.test_documents),
+        ("train", train, task.train_documents),
+        ("test", test, task.test_documents),
     ):
         if len(pool) < size:
             raise ValueError(
                 f"task {task.name}: the source has {len(pool)} distinct {side} documents, the "
                 f"split needs {size}; choose a smaller one with --{side}-documents"
             )
-        sides.append(tuple(pool[key] for key in sorted(pool)[:size]))
-    return sides[0], sides[1]
+    return tuple(train[: task.train_documents]), tuple(test[: task.test_documents])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dprc.tasks.base import Dataset, Example, Kind, Prompt, fixed_split
+from dprc.tasks.base import Dataset, Example, Kind, Prompt, fixed_split, unique
 from dprc.tasks.hub import Rows, read_splits
 
 
@@ -17,8 +17,8 @@ class Billsum:
     says what the summary says.
     """
 
-    train_documents: int = 18000
-    test_documents: int = 3000
+    train_documents: int = 17000
+    test_documents: int = 2800
 
     name: ClassVar[str] = "billsum"
     kind: ClassVar[Kind] = "summarization"
@@ -42,7 +42,9 @@ class Billsum:
             columns=("text", "summary"),
             source=source,
         )
-        train, test = fixed_split(self, _bills("train", pools[0]), _bills("test", pools[1]))
+        train, test = fixed_split(
+            self, *unique(_bills("train", pools[0]), _bills("test", pools[1]))
+        )
         return Dataset(train, test, (), documents_read=sum(map(len, pools)))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from dprc.tasks.base import Dataset, Example, Kind, Prompt, fixed_split
+from dprc.tasks.base import Dataset, Example, Kind, Prompt, fixed_split, unique
 from dprc.tasks.hub import Rows, read_splits
 
 
@@ -13,9 +13,9 @@ from dprc.tasks.hub import Rows, read_splits
 class HotpotQa:
     """Questions on ten paragraphs of Wikipedia, as ``hotpotqa/hotpot_qa``; exact match and F1.
 
-    A privacy unit is a record: one question with all its paragraphs. Records with the same
-    paragraphs are one document, of which the first question is kept. A single paragraph may occur
-    in several records, and the guarantee is not about it.
+    A privacy unit is a record: one question with all its paragraphs. Records with the same or
+    almost the same paragraphs are one document, of which one question is kept. A single paragraph
+    may occur in several records, and the guarantee is not about it.
 
     Split: the source's train and validation (90447 and 7405 records; its test has no answers)
     without duplicates, each side cut to a public constant. Paragraphs are ordered by title, so
@@ -27,7 +27,7 @@ class HotpotQa:
         configuration: ``"distractor"`` (two paragraphs of ten hold the answer) or ``"fullwiki"``.
     """
 
-    train_documents: int = 90000
+    train_documents: int = 88000
     test_documents: int = 7000
     configuration: Literal["distractor", "fullwiki"] = "distractor"
 
@@ -55,7 +55,7 @@ class HotpotQa:
             configuration=self.configuration,
             source=source,
         )
-        train, test = fixed_split(self, _questions(pools[0]), _questions(pools[1]))
+        train, test = fixed_split(self, *unique(_questions(pools[0]), _questions(pools[1])))
         return Dataset(train, test, (), documents_read=sum(map(len, pools)))
 
 
