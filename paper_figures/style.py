@@ -39,9 +39,9 @@ TASKS = {
     "bbc": TaskStyle("BBC news", "accuracy", "accuracy (%)", "bbc", 100.0),
     "billsum": TaskStyle("BillSum", "rouge1", "ROUGE-1", "billsum", 1.0),
     "hotpotqa": TaskStyle("HotpotQA", "exact_match", "exact match (%)", "hotpotqa", 100.0),
+    "bbc_offline": TaskStyle("BBC news, offline twin", "accuracy", "accuracy (%)", "bbc", 100.0),
     "aclsum_summary": TaskStyle("ACLSum, summaries", "rouge1", "ROUGE-1", None, 1.0),
     "aclsum_qa": TaskStyle("ACLSum, questions", "f1", "F1", None, 1.0),
-    "bbc_offline": TaskStyle("BBC news, offline twin", "accuracy", "accuracy (%)", "bbc", 100.0),
 }
 MODES = {"full": "full fine-tuning", "lora": "LoRA"}
 
