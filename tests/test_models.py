@@ -233,6 +233,10 @@ class TestTokenizer:
         loaded = load_tokenizer(tmp_path)
         assert loaded.pad_token_id == 259 != loaded.eos_token_id
 
+    def test_a_folder_without_one_is_named(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"neither the preset .* tokenizer\.json"):
+            load_tokenizer(tmp_path)
+
     def test_one_that_pads_is_left_alone(self, backbone):
         assert load_tokenizer(backbone).pad_token_id == 0
 

@@ -1,5 +1,6 @@
 """From a prepared folder to a model that a run trains: head, precision, LoRA, checkpointing."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import is_flash_attn_2_available
 
 from dprc.models.lora import add_lora
-from dprc.models.smollm2 import smollm2
+from dprc.models.smollm2 import smollm2, smollm2_tokenizer
 from dprc.settings import ModelSettings
 
 
@@ -121,9 +122,24 @@ def _configuration(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Load a tokenizer; where it has no padding token, one that stands in no text is chosen."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Any:
+    """Load a tokenizer; where it has no padding token, one that stands in no text is chosen.
+
+    Args:
+        name_or_path: ``"smollm2-135m"`` (from its package), or a folder with a tokenizer.json.
+
+    Raises:
+        ImportError: The preset's package is not installed.
+        FileNotFoundError: Neither a preset nor a folder with a tokenizer.
+    """
+    if name_or_path == "smollm2-135m":
+        return smollm2_tokenizer()
+    if not (Path(name_or_path) / "tokenizer.json").is_file():
+        raise FileNotFoundError(
+            f"{str(name_or_path)!r} is neither the preset smollm2-135m nor a folder with a "
+            "tokenizer.json"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     if tokenizer.pad_token_id is None:
         # Llama 3's own for this purpose; the end of a text elsewhere.
         spare = "<|finetune_right_pad_id|>"
