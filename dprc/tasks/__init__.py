@@ -1,9 +1,16 @@
-"""Tasks: text, split and metric. They know nothing of privacy but what one example is."""
+"""Tasks: text, split and words around it. They know nothing of privacy but what one example is."""
 
-from dprc.tasks.base import Dataset, Example, Task, load_dataset, save_dataset
-from dprc.tasks.bbc import BbcOffline
+from dprc.tasks.aclsum import AclsumQa, AclsumSummary
+from dprc.tasks.base import Dataset, Example, Prompt, Task
+from dprc.tasks.bbc import Bbc, BbcOffline
+from dprc.tasks.billsum import Billsum
+from dprc.tasks.files import load_dataset, save_dataset
+from dprc.tasks.hotpotqa import HotpotQa
 
-_TASKS: dict[str, Task] = {task.name: task for task in (BbcOffline(),)}
+_TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (Bbc(), Billsum(), HotpotQa(), BbcOffline(), AclsumSummary(), AclsumQa())
+}
 
 
 def names() -> tuple[str, ...]:
@@ -22,4 +29,13 @@ def get(name: str) -> Task:
     return _TASKS[name]
 
 
-__all__ = ["Dataset", "Example", "Task", "get", "load_dataset", "names", "save_dataset"]
+__all__ = [
+    "Dataset",
+    "Example",
+    "Prompt",
+    "Task",
+    "get",
+    "load_dataset",
+    "names",
+    "save_dataset",
+]

@@ -1,22 +1,50 @@
-"""What a task is: labelled text with a fixed split, prepared once into files."""
+"""What a task is: documents, what is to be said about them, and a fixed split."""
 
-import hashlib
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from dprc.results import write_result, write_text_atomic
+from dprc.tasks.duplicates import fingerprint, near_duplicates
+
+Kind = Literal["classification", "summarization", "question_answering"]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One document, which is one privacy unit."""
+    """One document and what is to be said about it: one privacy unit.
+
+    Attributes:
+        id: Names it in messages.
+        text: The document. Only this is cut to the context length.
+        label: Index of its class, for classification.
+        question: Asked about it, for question answering.
+        answers: What the model should write: the first is learned, any of them counts as right.
+    """
 
     id: str
     text: str
-    label: int
+    label: int | None = None
+    question: str = ""
+    answers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The words around a document.
+
+    Attributes:
+        before: Stands before the document.
+        after: Stands after it; ``{question}`` is replaced by the example's.
+    """
+
+    before: str
+    after: str
+
+    def around(self, example: Example) -> tuple[str, str]:
+        """Return the words before and after the example's document."""
+        return self.before, self.after.replace("{question}", example.question)
 
 
 @dataclass(frozen=True)
@@ -26,7 +54,7 @@ class Dataset:
     Attributes:
         train: Training examples; their number is a public constant of the task.
         test: Test examples.
-        label_names: Name of each label.
+        label_names: Name of each label; none where text is written.
         documents_read: Documents in the source, before duplicates were dropped.
     """
 
@@ -37,106 +65,87 @@ class Dataset:
 
 
 class Task(Protocol):
-    """A source of labelled text."""
+    """A source of documents and the words that a model is asked with."""
 
     @property
     def name(self) -> str:
         """Name in settings and paths."""
 
-    def read(self) -> Dataset:
-        """Read, deduplicate and split the source."""
+    @property
+    def kind(self) -> Kind:
+        """What is learned; it decides the model's head, the loss and the metrics."""
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The words around the document; None where a classification head reads it alone."""
+
+    @property
+    def main_metric(self) -> str:
+        """The metric that a run is judged by."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """How long a written answer may get; 0 where none is written."""
+
+    @property
+    def train_documents(self) -> int:
+        """Size of the training split: a constant, so that it tells of no document."""
+
+    @property
+    def test_documents(self) -> int:
+        """Size of the test split."""
+
+    def read(self, source: Path | None = None) -> Dataset:
+        """Read, deduplicate and split the source: the usual one, or the files of a folder."""
 
 
-def normalised(text: str) -> str:
-    """Return the form in which two texts count as the same document."""
-    return " ".join(text.casefold().split())
+def unique(*pools: Iterable[Example]) -> list[list[Example]]:
+    """Keep one of equal or almost equal documents, so that one document is one privacy unit.
 
+    Args:
+        *pools: What is in an earlier pool is dropped from the later ones.
 
-def fingerprint(text: str) -> str:
-    """Return a hash of the normalised text; it orders documents the same way everywhere."""
-    return hashlib.sha256(normalised(text).encode()).hexdigest()
-
-
-def without_duplicates(examples: Iterable[Example]) -> list[Example]:
-    """Keep the first of equal documents, so that one document is one privacy unit.
+    Returns:
+        What is kept of each pool, ordered by fingerprint: no order of a source matters.
 
     Raises:
         ValueError: Equal documents carry different labels.
     """
-    kept: dict[str, Example] = {}
-    for example in examples:
-        first = kept.setdefault(fingerprint(example.text), example)
-        if first.label != example.label:
-            raise ValueError(
-                f"documents {first.id!r} and {example.id!r} are equal but labelled "
-                f"{first.label} and {example.label}"
-            )
-    return list(kept.values())
+    seen: dict[str, Example] = {}
+    kept = []
+    for pool in pools:
+        new: dict[str, Example] = {}
+        for example in pool:
+            key = fingerprint(example.text)
+            first = seen.setdefault(key, example)
+            if first is example:
+                new[key] = example
+            elif first.label != example.label:
+                raise ValueError(
+                    f"documents {first.id!r} and {example.id!r} are equal but labelled "
+                    f"{first.label} and {example.label}"
+                )
+        kept.append([new[key] for key in sorted(new)])
+    dropped = near_duplicates([example.text for pool in kept for example in pool])
+    number = itertools.count()
+    return [[example for example in pool if next(number) not in dropped] for pool in kept]
 
 
-def _jsonl(examples: Iterable[Example]) -> str:
-    return "".join(json.dumps(asdict(example), ensure_ascii=False) + "\n" for example in examples)
-
-
-def save_dataset(task: Task, folder: Path) -> None:
-    """Read a task's source and write train.jsonl, test.jsonl and, last, dataset.json."""
-    dataset = task.read()
-    for split in ("train", "test"):
-        write_text_atomic(folder / f"{split}.jsonl", _jsonl(getattr(dataset, split)))
-    write_result(
-        folder / "dataset.json",
-        config={"task": task.name, "label_names": list(dataset.label_names)},
-        metrics={
-            "documents_read": dataset.documents_read,
-            "train_documents": len(dataset.train),
-            "test_documents": len(dataset.test),
-            "train_per_label": _per_label(dataset.train, dataset.label_names),
-            "test_per_label": _per_label(dataset.test, dataset.label_names),
-        },
-        privacy=None,
-    )
-
-
-def _per_label(examples: Iterable[Example], names: tuple[str, ...]) -> dict[str, int]:
-    labels = [example.label for example in examples]
-    return {name: labels.count(index) for index, name in enumerate(names)}
-
-
-def load_dataset(folder: Path, task: str) -> Dataset:
-    """Load what ``save_dataset`` wrote.
-
-    Args:
-        folder: Where it lies.
-        task: Name of the task it must be of.
+def fixed_split(
+    task: Task, train: Sequence[Example], test: Sequence[Example]
+) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """Cut what ``unique`` kept to the task's public sizes.
 
     Raises:
-        FileNotFoundError: The folder holds no prepared dataset.
-        ValueError: It is another task's, or a file has lost lines.
+        ValueError: Fewer documents than the split needs.
     """
-    about_file = folder / "dataset.json"
-    if not about_file.is_file():
-        raise FileNotFoundError(
-            f"task.data: {folder} holds no prepared dataset (dataset.json is missing). Run: "
-            f"dprc prepare-data --task {task} --out {folder}"
-        )
-    about = json.loads(about_file.read_text(encoding="utf-8"))
-    if about["config"]["task"] != task:
-        raise ValueError(
-            f"task.data: {folder} holds {about['config']['task']!r}, settings ask for {task!r}"
-        )
-    splits = {}
-    for split in ("train", "test"):
-        lines = (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        splits[split] = tuple(Example(**json.loads(line)) for line in lines)
-        expected = about["metrics"][f"{split}_documents"]
-        if len(lines) != expected:
+    for side, pool, size in (
+        ("train", train, task.train_documents),
+        ("test", test, task.test_documents),
+    ):
+        if len(pool) < size:
             raise ValueError(
-                f"task.data: {folder / split}.jsonl has {len(lines)} documents, dataset.json "
-                f"says {expected}; prepare the data again"
+                f"task {task.name}: the source has {len(pool)} distinct {side} documents, the "
+                f"split needs {size}; choose a smaller one with --{side}-documents"
             )
-    return Dataset(
-        splits["train"],
-        splits["test"],
-        tuple(about["config"]["label_names"]),
-        about["metrics"]["documents_read"],
-    )
+    return tuple(train[: task.train_documents]), tuple(test[: task.test_documents])

@@ -46,6 +46,15 @@ def test_shipped_configurations_are_accepted(configuration, name):
         (("methods", "exact", "estimator"), "exactt", ["methods.exact.estimator", "'exactt'"]),
         (("tasks", "bcc"), {}, ["tasks", "'bcc'"]),
         ((*TASK, "methods"), ["hutchison"], ["unknown method 'hutchison'", "known: nonprivate"]),
+        ((*TASK, "modes", "loraa"), {}, ["tasks.bbc_offline.modes", "unknown key 'loraa'"]),
+        ((*TASK, "modes", "lora"), {"rank": 8, "alpha": 8}, ["modes.lora", "'targets' is a req"]),
+        ((*TASK, "modes", "full"), {"rank": 8}, ["modes.full", "unknown key 'rank'"]),
+        ((*TASK, "modes", "lora", "targets"), "all", ["modes.lora.targets", "'all'"]),
+        ((*TASK, "modes", "full"), {"methods": ["ghots"]}, ["modes.full.methods", "'ghots'"]),
+        ((*TASK, "modes"), {}, ["tasks.bbc_offline.modes"]),
+        ((*TASK, "loading"), {"dtype": "float16"}, ["loading.dtype", "'float16' is unknown"]),
+        ((*TASK, "evaluation"), {"document": 3}, ["evaluation", "unknown key 'document'"]),
+        (("models", "tiny-llama", "preset"), "tiny", ["models.tiny-llama.preset", "'tiny'"]),
         ((*TASK, "model"), "large-llama", ["unknown model 'large-llama'", "known: tiny-llama"]),
         (("methods", "exact", "num_probes"), 8, ["methods.exact", "has no 'num_probes'"]),
         (("methods", "hutchinson"), {"estimator": "hutchinson"}, ["needs 'num_probes'"]),
@@ -75,6 +84,11 @@ def test_a_missing_key_is_refused_by_name(configuration):
     del config["tasks"]["bbc_offline"]["training"]
     with pytest.raises(WorkflowError, match="'training' is a required property"):
         check_configuration(config)
+
+
+def test_a_mode_may_run_less_and_with_another_learning_rate(configuration):
+    less = {"methods": ["exact"], "epsilons": [1], "seeds": [3], "learning_rate": 0.1}
+    check_configuration(changed(configuration("smoke"), (*TASK, "modes", "full"), less))
 
 
 def test_snakemake_refuses_an_unknown_key_in_one_line(project, configuration, tmp_path):

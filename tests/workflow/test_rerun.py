@@ -35,6 +35,22 @@ def test_results_all_lists_the_files_that_were_made(finished_project):
     assert all((finished_project.folder / file).stat().st_size for file in files)
 
 
+def test_the_settings_of_every_run_are_those_that_dprc_train_takes(finished_project):
+    from dprc.settings import parse_settings
+
+    runs = {}
+    for file in finished_project.folder.glob("results/train/**/settings.yaml"):
+        task, mode, method = file.relative_to(finished_project.folder).parts[2:5]
+        runs[task, mode, method] = parse_settings(file.read_text(), origin=file.name)
+    assert len(runs) == 6
+    lora = runs["bbc_offline", "lora", "hutchinson"].model
+    assert (lora.mode, lora.lora.rank, lora.lora.targets) == ("lora", 64, "qv")
+    assert runs["bbc_offline", "full", "exact"].task.evaluation_batch == 128
+    papers = runs["aclsum_qa", "full", "hutchinson"].task
+    assert (papers.evaluation_documents, papers.max_new_tokens) == (2, 8)
+    assert runs["bbc_offline", "full", "nonprivate"].privacy is None
+
+
 def test_nothing_is_done_twice(finished_project):
     assert finished_project.planned_jobs() == {}
 
@@ -75,13 +91,13 @@ def test_new_noise_is_trained_with_in_the_same_run(tmp_path):
     project = copy_project(tmp_path / "project")
     assert project.snakemake(*SMOKE).returncode == 0
     calls = project.bin / "calls.log"
-    for scale, trained in (("1.0", 0), ("1.5", 2)):
+    for scale, trained in (("1.0", 0), ("1.5", 5)):
         (project.bin / "noise_scale.txt").write_text(scale)
         calls.unlink()
         done = project.snakemake("--forcerun", "calibrate_noise", *SMOKE)
         assert done.returncode == 0, done.stdout
         commands = [line.split()[0] for line in calls.read_text().splitlines()]
-        assert commands.count("calibrate") == 2
+        assert commands.count("calibrate") == 4
         assert commands.count("train") == trained
         assert project.planned_jobs() == {}
 
@@ -102,4 +118,4 @@ def test_a_killed_run_continues_and_takes_nothing_half_written_for_done(tmp_path
     (project.bin / "train_seconds.txt").unlink()
     done = project.snakemake(*SMOKE)
     assert done.returncode == 0, done.stdout
-    assert len(list(project.folder.glob("results/train/**/metrics.json"))) == 3
+    assert len(list(project.folder.glob("results/train/**/metrics.json"))) == 6

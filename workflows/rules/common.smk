@@ -22,6 +22,12 @@ wildcard_constraints:
 
 CALIBRATION = "results/calibration/{target}/{method}/eps{epsilon}.json"
 METRICS = "results/train/{task}/{mode}/{method}/eps{epsilon}/seed{seed}/metrics.json"
+# Keys of a task's evaluation, and what `dprc train` calls them.
+EVALUATION = {
+    "documents": "evaluation_documents",
+    "batch": "evaluation_batch",
+    "max_new_tokens": "max_new_tokens",
+}
 TABLES_AND_FIGURES = [
     *multiext("results/figures/accuracy_vs_epsilon", ".png", ".pdf"),
     *multiext("results/tables/accuracy", ".csv", ".md"),
@@ -40,26 +46,42 @@ def epsilon_names(settings, method):
     return [f"{epsilon:.12g}" for epsilon in epsilons]
 
 
+def training_runs():
+    """List every training run: task, mode, method, epsilon, seed."""
+    runs = []
+    for task, settings in config["tasks"].items():
+        for mode, changes in settings["modes"].items():
+            privacy = {
+                "epsilons": changes.get("epsilons", settings["privacy"]["epsilons"])
+            }
+            for method, seed in product(
+                changes.get("methods", settings["methods"]),
+                changes.get("seeds", config["seeds"]),
+            ):
+                runs += [
+                    (task, mode, method, epsilon, seed)
+                    for epsilon in epsilon_names(privacy, method)
+                ]
+    return runs
+
+
 def training_results():
     """List the result file of every training run of the configuration."""
     return [
         METRICS.format(task=task, mode=mode, method=method, epsilon=epsilon, seed=seed)
-        for task, settings in config["tasks"].items()
-        for mode, method, seed in product(
-            settings["modes"], settings["methods"], config["seeds"]
-        )
-        for epsilon in epsilon_names(settings["privacy"], method)
+        for task, mode, method, epsilon, seed in training_runs()
     ]
 
 
 def task_calibrations():
     """List the calibrations that training runs take their noise from."""
-    return [
-        CALIBRATION.format(target=task, method=method, epsilon=epsilon)
-        for task, settings in config["tasks"].items()
-        for method in filter(is_private, settings["methods"])
-        for epsilon in epsilon_names(settings["privacy"], method)
-    ]
+    return sorted(
+        {
+            CALIBRATION.format(target=task, method=method, epsilon=epsilon)
+            for task, _, method, epsilon, _ in training_runs()
+            if is_private(method)
+        }
+    )
 
 
 def separate_calibrations():
@@ -81,9 +103,11 @@ def all_results():
         *task_calibrations(),
         *training_results(),
         *(f"results/data/{task}/dataset.json" for task in config["tasks"]),
-        *(
-            f"results/models/{task['model']}/model.json"
-            for task in config["tasks"].values()
+        *sorted(
+            {
+                f"results/models/{task['model']}/model.json"
+                for task in config["tasks"].values()
+            }
         ),
     ]
 
@@ -161,20 +185,34 @@ def training_settings(wildcards):
         privacy = {key: calibrated[key] for key in ("epsilon", "delta")}
         privacy["noise_multiplier"] = calibrated["noise_multiplier"]
         privacy["max_grad_norm"] = task["privacy"]["max_grad_norm"]
+    mode = task["modes"][wildcards.mode]
+    rate = mode.get("learning_rate", task["training"]["learning_rate"])
     settings = {
         "task": {
             "name": wildcards.task,
             "data": f"results/data/{wildcards.task}",
             "max_tokens": task["max_tokens"],
+            **{
+                EVALUATION[key]: value
+                for key, value in task.get("evaluation", {}).items()
+            },
         },
-        "model": {"path": f"results/models/{task['model']}", "mode": wildcards.mode},
+        "model": {
+            "path": f"results/models/{task['model']}",
+            "mode": wildcards.mode,
+            **task.get("loading", {}),
+        },
         "method": config["methods"][wildcards.method],
         "privacy": privacy,
-        "training": task["training"],
+        "training": {**task["training"], "learning_rate": rate},
         "seed": int(wildcards.seed),
         "privacy_seed": config["privacy_seed"],
         "output": {"save_model": False},
     }
+    if wildcards.mode == "lora":
+        settings["model"]["lora"] = {
+            key: mode[key] for key in ("rank", "alpha", "targets")
+        }
     return json.dumps(settings)
 
 

@@ -11,7 +11,7 @@ rule prepare_dataset:
         "../../envs/training.yaml"
     threads: 1
     resources:
-        mem_mb=2000,
+        mem_mb=4000,
     params:
         directory=subpath(output.card, parent=True),
         code=code_hash("dprc.tasks"),
