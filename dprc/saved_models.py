@@ -88,7 +88,7 @@ def _comes_from_a_folder(base: Any) -> bool:
     if not name or not file.is_file():
         return False
     architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["?"]
-    return not architectures[0].endswith("Model")
+    return "For" in architectures[0] or "LMHead" in architectures[0]
 
 
 def load_classifier_folder(folder: Path) -> tuple[nn.Module, Any]:

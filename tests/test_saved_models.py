@@ -1,11 +1,13 @@
 """A saved model predicts what it predicted, and its folder holds the model and nothing else."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from dprc import saved_models
 from dprc.models import MeanPooledClassifier
 from dprc.privacy_card import write_card
 from dprc.saved_models import load_classifier_folder, save_model
@@ -150,3 +152,13 @@ class TestCard:
         write_card(tmp_path, None)
         assert "WITHOUT privacy" in (tmp_path / "PRIVACY.md").read_text()
         assert not (tmp_path / "privacy.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has_head"),
+    [("LlamaForCausalLM", True), ("GPT2LMHeadModel", True), ("LlamaModel", False)],
+)
+def test_a_base_with_a_head_is_loaded_from_where_it_came(tmp_path, architecture, has_head):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    base = SimpleNamespace(config=SimpleNamespace(_name_or_path=str(tmp_path)))
+    assert saved_models._comes_from_a_folder(base) is has_head
