@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dprc.accounting.scale import ScaleLaw, scale_law
-from dprc.estimators.base import Accumulation, Estimator, Use, squared_sum, token_blocks
+from dprc.estimators.base import Accumulation, Estimator, Use, converted, squared_sum
 from dprc.precision import work_dtype
 from dprc.sketch import BLOCK_ROWS, SketchSource
 
@@ -31,47 +31,41 @@ class _Projection(Accumulation):
         self._sketched: torch.Tensor | None = None  # (B, k, columns) or (B, k, rows)
 
     def _add(self, use: Use) -> None:
-        for part in token_blocks(use):
-            self._add_block(part)
-
-    def _add_block(self, use: Use) -> None:
-        if self._on_rows:
-            thin = self._project(use.left, self.rows, use.right)  # (B, T, k)
-            other = use.right
-        else:
-            thin = self._project(use.right, self.columns, use.right)
-            other = use.left
+        left, right = use
+        near, far, side = (left, right, self.rows) if self._on_rows else (right, left, self.columns)
+        dtype = work_dtype(right.dtype)
+        thin = right.new_zeros(self.batch, right.shape[1], self._num_probes, dtype=dtype)
+        self._project_(thin, near, side)
         if self._sketched is None:
             width = self.columns if self._on_rows else self.rows
-            shape = (self.batch, self._num_probes, width)
-            self._sketched = torch.zeros(shape, dtype=thin.dtype, device=thin.device)
-        if other.is_floating_point():
-            self._sketched.baddbmm_(thin.transpose(1, 2), other)
-        else:
-            index = other.long().unsqueeze(1).expand(-1, self._num_probes, -1)
-            self._sketched.scatter_add_(2, index, thin.transpose(1, 2))
+            self._sketched = thin.new_zeros(self.batch, self._num_probes, width)
+        for tokens, part in converted(far, dtype):
+            weights = thin[:, tokens].transpose(1, 2)
+            if part.is_floating_point():
+                self._sketched.baddbmm_(weights, part)
+            else:
+                index = part.long().unsqueeze(1).expand(-1, self._num_probes, -1)
+                self._sketched.scatter_add_(2, index, weights)
 
-    def _project(
-        self, factor: torch.Tensor, side: int, like: torch.Tensor
-    ) -> torch.Tensor:  # (B, T, side) or ids (B, T) -> (B, T, k)
-        batch, tokens = factor.shape[:2]
-        thin = like.new_zeros(batch, tokens, self._num_probes)
+    def _project_(
+        self, thin: torch.Tensor, factor: torch.Tensor, side: int
+    ) -> None:  # (B, T, k), (B, T, side) or ids (B, T)
+        # The blocks of the sketch outside, those of tokens inside: each number is drawn once.
         for block, probes in self._source.blocks(
-            side, self._num_probes, batch=batch, device=like.device, dtype=like.dtype
+            side, self._num_probes, batch=self.batch, device=thin.device, dtype=thin.dtype
         ):
             if factor.is_floating_point():
-                part = factor[..., block]
-                if probes.shape[0] == 1:
-                    thin += part @ probes[0]
-                else:
-                    thin.baddbmm_(part, probes)
+                each = probes.expand(self.batch, -1, -1)
+                for tokens, part in converted(factor[..., block], thin.dtype):
+                    thin[:, tokens].baddbmm_(part, each)  # in place: no second (B, T, k)
+                del each
             else:
                 inside = (factor >= block.start) & (factor < block.stop)
                 sample, token = inside.nonzero(as_tuple=True)
                 row = factor[sample, token].long() - block.start
                 owner = sample if probes.shape[0] > 1 else torch.zeros_like(sample)
                 thin[sample, token] = probes[owner, row]
-        return thin
+            del probes  # before the next block is made
 
     def _finish(self) -> torch.Tensor:
         if self._sketched is None:
@@ -146,18 +140,24 @@ class _HeadAndTail(Accumulation):
         near, far = near.to(dtype), far.to(dtype)
         rank = min(self._estimator.head_rank or self._estimator.num_probes, side, width)
 
-        def times(probes: torch.Tensor) -> torch.Tensor:  # M·probes, M = farᵀ near
-            return far.transpose(1, 2) @ (near @ probes)
-
-        start = self._probes(rank, side, near, role=1)
-        powered = near.transpose(1, 2) @ (far @ times(start))  # (B, side, rank): Mᵀ M S
-        basis = torch.linalg.qr(powered).Q
+        # Each matrix as long as a side is dropped once it has served: they are the peak.
+        basis = torch.linalg.qr(self._powered(near, far, rank, side)).Q
         probes = self._probes(self._estimator.num_probes, side, near, role=0)
         probes = probes.expand(self.batch, -1, -1)
-        both = times(torch.cat([basis, probes], dim=2))  # one pass for head and tail
+        inner = basis.transpose(1, 2) @ probes
+        joined = torch.cat([basis, probes], dim=2)
+        del basis, probes
+        both = far.transpose(1, 2) @ (near @ joined)  # one pass for head and tail
+        del joined
         head, tail = both[..., :rank], both[..., rank:]
-        tail = tail - head @ (basis.transpose(1, 2) @ probes)
-        self._norms = squared_sum(tail) + head.flatten(1).square().sum(1)
+        tail.baddbmm_(head, inner, alpha=-1)
+        self._norms = squared_sum(tail) + squared_sum(head)
+
+    def _powered(
+        self, near: torch.Tensor, far: torch.Tensor, rank: int, side: int
+    ) -> torch.Tensor:  # (B, side, rank): Mᵀ M S with M = farᵀ near
+        start = self._probes(rank, side, near, role=1)
+        return near.transpose(1, 2) @ (far @ (far.transpose(1, 2) @ (near @ start)))
 
     def _probes(self, count: int, side: int, like: torch.Tensor, *, role: int) -> torch.Tensor:
         blocks = self._source.blocks(
@@ -211,12 +211,18 @@ class HutchPlusPlus(Estimator):
     def workspace_elements(
         self, batch: int, tokens: int, in_features: int, out_features: int
     ) -> int:
-        """Count the thin factor of head and tail, their products, basis and probes."""
+        """Count what lives at the largest of three moments.
+
+        Basis and probes and their copy side by side; that, its thin factor and their product; that
+        product and the part of it that is squared.
+        """
         rank = min(self.head_rank or self.num_probes, in_features, out_features)
         both = rank + self.num_probes
         on_rows = projects_rows(out_features, in_features, self.sketch)
         side, other = (out_features, in_features) if on_rows else (in_features, out_features)
-        return batch * (both * (tokens + other + side) + rank * side)
+        widest = both + max(rank, self.num_probes)
+        moments = (2 * both * side, both * (side + tokens + other), widest * other)
+        return batch * (max(moments) + rank * self.num_probes)
 
     def scale_law(self) -> ScaleLaw:
         """Return χ²_k/k of the tail's probes."""
