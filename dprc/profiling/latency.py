@@ -1,0 +1,264 @@
+"""How long one layer's norm takes and how much memory, estimator by estimator on one device."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dprc.estimators import Estimator
+from dprc.profiling.device import (
+    Nvml,
+    Occupancy,
+    check_occupancy,
+    measure_peak,
+    synchronize,
+)
+from dprc.profiling.flops import LayerShape
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+WARM_UP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated times of one piece of work.
+
+    Attributes:
+        median_seconds: The middle one.
+        quartiles_seconds: The first and the third quarter's end, which show the spread.
+        repeats: How many there were.
+    """
+
+    median_seconds: float
+    quartiles_seconds: tuple[float, float]
+    repeats: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Timing":
+        """Summarise times.
+
+        >>> Timing.of([4.0, 1.0, 2.0])
+        Timing(median_seconds=2.0, quartiles_seconds=(1.5, 3.0), repeats=3)
+        """
+        low, middle, high = (
+            statistics.quantiles(seconds, n=4, method="inclusive")
+            if len(seconds) > 1
+            else [seconds[0]] * 3
+        )
+        return cls(middle, (low, high), len(seconds))
+
+
+def clock_of(device: torch.device) -> str:
+    """Say what times are read from on a device."""
+    return "CUDA events" if device.type == "cuda" else "CPU time of the process, all threads"
+
+
+def time_interleaved(
+    work: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int,
+    warm_up: int = WARM_UP_ROUNDS,
+) -> dict[str, Timing]:
+    """Time pieces of work in turns, so that what slows the machine for a while slows all of them.
+
+    Args:
+        work: Functions by name.
+        device: Where they run; decides the clock.
+        repeats: Rounds; each starts with another piece.
+        warm_up: Rounds before, which do not count.
+
+    Returns:
+        The timing of each name.
+
+    Raises:
+        ValueError: ``repeats`` below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats: must be at least 1, got {repeats}")
+    names = list(work)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warm_up + repeats):
+        first = number % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            taken = _seconds(work[name], device)
+            if number >= warm_up:
+                seconds[name].append(taken)
+    return {name: Timing.of(taken) for name, taken in seconds.items()}
+
+
+def _seconds(run_fn: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        run_fn()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    started = time.process_time()
+    run_fn()
+    return time.process_time() - started
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What ``profile_layer`` found.
+
+    Attributes:
+        rows: One for each estimator.
+        occupancy: Whether the device was this process's alone.
+    """
+
+    rows: list[dict[str, Any]]
+    occupancy: Occupancy
+
+
+def profile_layer(
+    shape: LayerShape,
+    chosen: Sequence[Estimator],
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    repeats: int = 5,
+    seed: int = 0,
+) -> LayerProfile:
+    """Time the squared norms of one layer's per-sample gradients and weigh what they take.
+
+    Args:
+        shape: Of the layer, its batch and its sequences.
+        chosen: The estimators, each once.
+        device: Where to run.
+        dtype: Of activations and output gradients.
+        repeats: Interleaved rounds that are timed.
+        seed: Of the inputs (standard normal) and the sketches.
+
+    Returns:
+        For each estimator a row with its options and the shape, and
+
+        * ``latency_seconds``, the median, and ``latency_quartiles_seconds``;
+        * ``flops``, by the closed formula;
+        * ``input_bytes`` of activations and output gradients, ``workspace_bytes`` at the peak
+          beyond them, and ``peak_memory_bytes``, their sum; ``memory_source`` says who counted;
+        * ``device_peak_bytes``, what NVML saw the device's use grow by; None without it.
+
+    Raises:
+        ValueError: No estimator, one twice, more probes than the layer's larger side, fewer than
+            one repeat, or a workspace that the device has no memory for.
+    """
+    _check(shape, chosen, dtype, device)
+    inputs = _inputs(shape, dtype, device, seed)
+    before = _occupancy(device)
+    # Keys of the sketches; on the CPU whatever the device.
+    generator = torch.Generator().manual_seed(seed)
+    activations, grads = inputs
+
+    def work(estimator: Estimator) -> Callable[[], object]:
+        return lambda: estimator.squared_norm(activations, grads, generator)
+
+    functions = {estimator.name: work(estimator) for estimator in chosen}
+    peaks = {}
+    for name, run_fn in functions.items():
+        run_fn()  # loads libraries, and whatever else is made at first use
+        peaks[name] = measure_peak(run_fn, device, inputs)
+    timings = time_interleaved(functions, device, repeats=repeats)
+    occupancy = before if not before.exclusive else _occupancy(device)
+    input_bytes = sum(tensor.nbytes for tensor in inputs)
+    rows = []
+    for estimator in chosen:
+        timing, peak = timings[estimator.name], peaks[estimator.name]
+        rows.append(
+            {
+                "estimator": estimator.name,
+                **_options(estimator),
+                **asdict(shape),
+                "dtype": str(dtype).removeprefix("torch."),
+                "latency_seconds": timing.median_seconds,
+                "latency_quartiles_seconds": list(timing.quartiles_seconds),
+                "repeats": timing.repeats,
+                "clock": clock_of(device),
+                "flops": estimator.flops(
+                    shape.batch, shape.tokens, shape.in_features, shape.out_features
+                ),
+                "input_bytes": input_bytes,
+                "workspace_bytes": peak.allocated_bytes,
+                "peak_memory_bytes": input_bytes + peak.allocated_bytes,
+                "memory_source": _memory_source(device),
+                "device_peak_bytes": peak.device_bytes,
+            }
+        )
+    return LayerProfile(rows, occupancy)
+
+
+def _memory_source(device: torch.device) -> str:
+    return "CUDA allocator" if device.type == "cuda" else "live tensors"
+
+
+def _options(estimator: Estimator) -> dict[str, Any]:
+    """Return the options of a randomized estimator; None where it has none."""
+    names = ("num_probes", "sketch", "head_rank")
+    return {name: getattr(estimator, name, None) for name in names}
+
+
+def _check(
+    shape: LayerShape, chosen: Sequence[Estimator], dtype: torch.dtype, device: torch.device
+) -> None:
+    names = [estimator.name for estimator in chosen]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"estimator: must be one or several different ones, got {names}")
+    larger = max(shape.in_features, shape.out_features)
+    free = free_bytes(device)
+    inputs = shape.batch * shape.tokens * (shape.in_features + shape.out_features) * dtype.itemsize
+    for estimator in chosen:
+        count = getattr(estimator, "num_probes", 0)
+        if count > larger:
+            raise ValueError(
+                f"num_probes: a {shape.in_features}x{shape.out_features} gradient has no more than "
+                f"{larger} rows or columns to project, got {count}"
+            )
+        workspace = estimator.workspace_bytes(
+            shape.batch, shape.tokens, shape.in_features, shape.out_features, dtype
+        )
+        if inputs + workspace > free:
+            raise ValueError(
+                f"tokens: {estimator.name} needs {(inputs + workspace) / 2**30:.1f} GiB for "
+                f"{shape.batch} x {shape.tokens} tokens, and {free / 2**30:.1f} GiB are free. Use "
+                "fewer tokens, or leave that estimator out"
+            )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that new tensors can take on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(available.split()[1]) * 1024
+
+
+def _inputs(
+    shape: LayerShape, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make activations (B, T, in) and output gradients (B, T, out)."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    sides = (shape.in_features, shape.out_features)
+    activations, grads = (
+        torch.randn(shape.batch, shape.tokens, side, generator=generator, device=device).to(dtype)
+        for side in sides
+    )
+    synchronize(device)
+    return activations, grads
+
+
+def _occupancy(device: torch.device) -> Occupancy:
+    if device.type != "cuda":
+        return Occupancy(True)  # CPU time is this process's own
+    return check_occupancy(Nvml.of(device), device)
