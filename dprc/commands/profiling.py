@@ -39,9 +39,9 @@ def _add_profile_layer(subparsers: Any) -> None:
         "profile-layer",
         help="time and peak memory of one layer's norm",
         description=(
-            "Time the per-sample norms of one linear layer and weigh what they take. On a GPU: CUDA "
-            "events, and the peaks of torch's allocator and of the device. On a CPU: CPU time of "
-            "the process, and the peak of live tensors."
+            "Time the per-sample norms of one linear layer and weigh what they take. On a GPU by "
+            "CUDA events and the peaks of torch's allocator and of the device; on a CPU by the CPU "
+            "time of the process and the peak of live tensors."
         ),
         epilog=(
             "example: dprc profile-layer --in-features 8192 --out-features 2048 --tokens 4096"

@@ -38,8 +38,10 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         build = torch.version.cuda
-        why = f"torch is built for CUDA {build} and finds no GPU" if build else (
-            f"torch {torch.__version__} is built without CUDA"
+        why = (
+            f"torch is built for CUDA {build} and finds no GPU"
+            if build
+            else (f"torch {torch.__version__} is built without CUDA")
         )
         raise ValueError(f"device: cuda was asked for, but {why}. Use cpu, or a machine with a GPU")
     return torch.device("cuda", 0)

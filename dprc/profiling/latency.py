@@ -97,13 +97,14 @@ def time_interleaved(
 
 def _seconds(run_fn: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        events: Any = torch.cuda.Event
+        start, end = (events(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
         start.record()
         run_fn()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1000
+        return float(start.elapsed_time(end)) / 1000
     started = time.process_time()
     run_fn()
     return time.process_time() - started

@@ -43,7 +43,8 @@ class LayerGradient:
     def energies(self) -> torch.Tensor:
         """Return the squared singular values of the gradient, float64; they sum to its norm."""
         gradient = self.output_grads.double().t() @ self.activations.double()
-        return torch.linalg.svdvals(gradient).square()
+        values: torch.Tensor = torch.linalg.svdvals(gradient)
+        return values.square()
 
 
 def middle_block(model: Any) -> str:
@@ -68,7 +69,8 @@ def choose_layers(model: nn.Module, pattern: str) -> list[str]:
         ValueError: None does; the message gives some that exist.
     """
     # The loss makes logits in chunks, which are several uses of the head.
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    causal: Any = model
+    head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     linear = [
         name
         for name, module in model.named_modules()
