@@ -18,6 +18,7 @@ from paper_figures.files import (
     write_markdown,
 )
 from paper_figures.flops_table import flops_rows
+from paper_figures.layer_latency_table import profile_rows
 from paper_figures.paper_values import (
     layer_setting,
     load_paper_values,
@@ -29,6 +30,9 @@ from paper_figures.style import TASKS
 NOT_RUN = "not run in this configuration"
 # The noise multipliers are compared on top of unpublished sample rates, steps and accountants.
 NOISE_TOLERANCE = 0.005
+# Of approximate ratios of times, on the paper's device.
+LATENCY_TOLERANCE = 0.25
+PAPER_DEVICE, PAPER_TOKENS = "A100", 4096
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Evidence:
     summary: pd.DataFrame  # of summarize_runs
     flops: pd.DataFrame  # of flops_rows
     calibrations: Sequence[dict[str, Any]]  # result files, none of a training run
+    profiles: pd.DataFrame  # of profile_rows
 
 
 def compare_values(paper: pd.DataFrame, evidence: Evidence, configuration: str) -> pd.DataFrame:
@@ -133,6 +138,42 @@ def _ghost_ratio(row: Any, evidence: Evidence) -> Ours | None:
             made_by = f"count_flops, {layer.in_features}x{layer.out_features}"
             return Ours(ratio, made_by, _exact_verdict(ratio, row.value, 0))
     return None
+
+
+def _latency_ratio(row: Any, evidence: Evidence) -> Ours | None:
+    """Divide the times of two estimators on the largest layer, at the paper's length if we have it.
+
+    Hutch++ over Hutchinson, or exact over Hutchinson for what the paper calls compute saving.
+    """
+    above = "hutchpp" if row.quantity == "latency_ratio_hutchpp_over_hutch" else "exact"
+    probes = num_probes(row.method)
+    timed = evidence.profiles
+    timed = timed[timed["num_probes"].isna() | (timed["num_probes"] == probes)]
+    timed = timed.pivot_table(
+        index=["in_features", "out_features", "tokens", "device", "dtype"],
+        columns="estimator",
+        values="latency_seconds",
+    )
+    if not {above, "hutchinson"} <= set(timed.columns):
+        return None
+    ratios = (timed[above] / timed["hutchinson"]).dropna().reset_index(name="ratio")
+    if ratios.empty:
+        return None
+    ratios["work"] = ratios["in_features"] * ratios["out_features"]
+    largest = ratios[ratios["work"] == ratios["work"].max()].sort_values("tokens")
+    at_4096 = largest[largest["tokens"] == PAPER_TOKENS]
+    found = next((largest if at_4096.empty else at_4096).tail(1).itertuples(index=False))
+    made_by = (
+        f"profile_layer, {found.in_features}x{found.out_features}, {found.tokens} tokens,"
+        f" {probes} probes, {found.dtype}, {found.device}"
+    )
+    if PAPER_DEVICE not in found.device:
+        verdict = f"differs: measured on another device ({found.device})"
+    elif abs(found.ratio / row.value - 1) <= LATENCY_TOLERANCE:
+        verdict = f"reproduced within {100 * LATENCY_TOLERANCE:g} %"
+    else:
+        verdict = f"differs: by {100 * (found.ratio / row.value - 1):+.0f} %"
+    return Ours(found.ratio, made_by, verdict)
 
 
 def _layer_row(
@@ -252,6 +293,8 @@ _MAKERS: dict[str, Callable[[Any, Evidence], Ours | None]] = {
     "accuracy_gain_hutchpp_vs_hutch": _hutchpp_gain,
     "flops_saving_vs_exact": _flops_saving,
     "flops_ratio_ghost_over_hutch": _ghost_ratio,
+    "latency_ratio_hutchpp_over_hutch": _latency_ratio,
+    "compute_saving": _latency_ratio,
     "noise_multiplier": _noise_multiplier,
 }
 
@@ -282,6 +325,7 @@ def _command(arguments: argparse.Namespace) -> None:
         summary=summarize_runs(load_runs(arguments.metrics)),
         flops=flops_rows(load_result(arguments.flops)),
         calibrations=[load_result(path) for path in arguments.calibrations],
+        profiles=profile_rows(load_result(path) for path in arguments.profiles),
     )
     rows = compare_values(load_paper_values(arguments.paper), evidence, arguments.configuration)
     write_csv(arguments.csv, rows)
@@ -304,6 +348,7 @@ if __name__ == "__main__":
     parser.add_argument("--metrics", required=True, help="CSV of collect_metrics")
     parser.add_argument("--flops", required=True, help="result file of dprc count-flops")
     parser.add_argument("--calibrations", nargs="*", default=[], help="calibrations without a run")
+    parser.add_argument("--profiles", nargs="*", default=[], help="of dprc profile-layer")
     parser.add_argument("--csv", required=True, help="CSV to write")
     parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

@@ -22,7 +22,22 @@ METHODS = {
     "hutchpp_paper": MethodStyle("Hutch++, shared sketch, envelope analysis", "#CC79A7", "D"),
     "hutchpp": MethodStyle("Hutch++, per-sample sketch, tight analysis", "#E69F00", "v"),
 }
-ESTIMATORS = ("exact", "tiled", "ghost", "hutchinson", "hutchpp")
+ESTIMATORS = {
+    "exact": MethodStyle("exact", "#0072B2", "o"),
+    "tiled": MethodStyle("exact, tiled", "#56B4E9", "X"),
+    "ghost": MethodStyle("ghost", "#666666", "P"),
+    "hutchinson": MethodStyle("Hutchinson", "#009E73", "^"),
+    "hutchpp": MethodStyle("Hutch++", "#E69F00", "v"),
+}
+RANDOMIZED = ("hutchinson", "hutchpp")
+# Where Llama-3.2-1B has a linear layer of (in_features, out_features).
+LLAMA_LAYERS = {
+    (8192, 2048): "down",
+    (2048, 8192): "gate, up",
+    (2048, 2048): "q, o",
+    (2048, 512): "k, v",
+    (2048, 128256): "head",
+}
 
 
 class TaskStyle(NamedTuple):
@@ -44,6 +59,28 @@ TASKS = {
     "aclsum_qa": TaskStyle("ACLSum, questions", "f1", "F1", None, 1.0),
 }
 MODES = {"full": "full fine-tuning", "lora": "LoRA"}
+
+
+def layer_name(in_features: int, out_features: int) -> str:
+    """Write a layer as in × out, with its place in Llama-3.2-1B where it has one.
+
+    >>> layer_name(2048, 512)
+    '2048 × 512 (k, v)'
+    """
+    place = LLAMA_LAYERS.get((in_features, out_features))
+    return f"{in_features} × {out_features}" + (f" ({place})" if place else "")
+
+
+def sort_layers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Order rows by layer as first seen, tokens, probes and estimator, each in the one order."""
+    layers = rows[["in_features", "out_features"]].drop_duplicates().reset_index(drop=True)
+    ordered = rows.merge(layers.assign(layer=layers.index)).assign(
+        place=lambda merged: merged["estimator"].map(list(ESTIMATORS).index)
+    )
+    keys = ["layer", "tokens", "num_probes", "place"]
+    # Deterministic norms have no probes and come first.
+    ordered = ordered.sort_values(keys, na_position="first")
+    return ordered[list(rows.columns)].reset_index(drop=True)
 
 
 def sort_rows(rows: pd.DataFrame) -> pd.DataFrame:

@@ -9,6 +9,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from snakemake_interface_common.exceptions import WorkflowError
 
+# Models that need no rule to be there.
+PACKAGED_MODELS = ("smollm2-135m",)
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
 
 
@@ -68,6 +70,12 @@ def _undefined_names(config: Mapping[str, Any]) -> Iterator[str]:
     for task, settings in config["tasks"].items():
         if settings["model"] not in models:
             yield f"tasks.{task}.model: unknown model {settings['model']!r} ({_known(models)})"
+    error = config["norm_error"]
+    if error["model"] not in (*PACKAGED_MODELS, *models):
+        known = _known(dict.fromkeys((*PACKAGED_MODELS, *models)))
+        yield f"norm_error.model: unknown model {error['model']!r} ({known})"
+    if error["task"] not in config["tasks"]:
+        yield f"norm_error.task: unknown task {error['task']!r} ({_known(config['tasks'])})"
     for section in ("tasks", "calibrations"):
         for name, settings in config[section].items():
             for where, method in _used_methods(f"{section}.{name}", settings):

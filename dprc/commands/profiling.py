@@ -87,6 +87,7 @@ def _add_measure_norm_error(subparsers: Any) -> None:
     add("--num-probes", default="4,8,16,32,64,128,256", help="(default: 4,8,…,256)")
     add("--repeats", type=int, default=64, metavar="N", help="estimates of a norm (default: 64)")
     add("--seed", type=int, default=0, help="of the sketches (default: 0)")
+    add("--device", default="cpu", help="cpu or cuda (default: cpu)")
     _add_output(error)
     error.set_defaults(run=_measure_norm_error)
 
@@ -227,8 +228,10 @@ def _measure_norm_error(arguments: argparse.Namespace) -> None:
     from dprc import tasks
     from dprc.models import load_causal_lm, load_tokenizer
     from dprc.profiling import norm_error
+    from dprc.profiling.device import device_name, resolve_device
     from dprc.results import write_result
 
+    device = resolve_device(arguments.device)
     dataset = tasks.load_dataset(arguments.data, tasks.get(arguments.task).name)
     documents = norm_error.first_long_documents(
         [example.text for example in dataset.train],
@@ -236,10 +239,10 @@ def _measure_norm_error(arguments: argparse.Namespace) -> None:
         tokens=arguments.tokens,
         count=arguments.documents,
     )
-    model = load_causal_lm(arguments.model)
+    model = load_causal_lm(arguments.model).to(device)
     layers = norm_error.choose_layers(model, arguments.layers or norm_error.middle_block(model))
     rows = norm_error.measure_norm_error(
-        list(norm_error.layer_gradients(model, documents, layers)),
+        list(norm_error.layer_gradients(model, [ids.to(device) for ids in documents], layers)),
         num_probes,
         repeats=arguments.repeats,
         seed=arguments.seed,
@@ -247,7 +250,13 @@ def _measure_norm_error(arguments: argparse.Namespace) -> None:
     )
     if arguments.out:
         config = _settings(arguments) | {"layers": layers, "num_probes": num_probes}
-        write_result(arguments.out, config=config, metrics={"rows": rows}, privacy=None)
+        write_result(
+            arguments.out,
+            config=config,
+            metrics={"rows": rows},
+            privacy=None,
+            device=device_name(device),
+        )
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=2))
         return

@@ -140,7 +140,7 @@ def estimated_squared_norms(
             for factor in (gradient.activations, gradient.output_grads)
         ]
         parts.append(estimator.squared_norm(factors[0], factors[1], generator))
-    return torch.cat(parts).double()
+    return torch.cat(parts).cpu().double()
 
 
 def measure_norm_error(
@@ -185,7 +185,7 @@ def measure_norm_error(
         tiled = estimators.get("tiled").squared_norm(
             gradient.activations.unsqueeze(0), gradient.output_grads.unsqueeze(0)
         )
-        rows.append(_row(gradient, "tiled", None, tiled.double(), truth))
+        rows.append(_row(gradient, "tiled", None, tiled.cpu().double(), truth))
     for name in RANDOMIZED:
         for count in num_probes:
             progress_fn(f"{name}, {count} probes")

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -63,11 +64,15 @@ def train(arguments):
     write_result(out / "metrics.json", settings, metrics, privacy)
 
 
+def counts(text):
+    return [int(part) for part in text.split(",")]
+
+
 def count_flops(arguments):
     rows = []
-    t, k = arguments.tokens, arguments.num_probes
-    for layer in arguments.layers.split(","):
-        d, p = map(int, layer.split("x"))
+    layers = [counts(layer.replace("x", ",")) for layer in arguments.layers.split(",")]
+    sizes = product(layers, counts(arguments.tokens), counts(arguments.num_probes))
+    for (d, p), t, k in sizes:
         costs = {
             "exact": 2 * t * d * p,
             "ghost": 2 * t * t * (d + p),
@@ -91,6 +96,48 @@ def count_flops(arguments):
     write_result(arguments.out, {}, {"rows": rows}, None)
 
 
+def profile_layer(arguments):
+    rows = [
+        {
+            "estimator": name,
+            "num_probes": int(arguments.num_probes) if name.startswith("hutch") else None,
+            "sketch": arguments.sketch if name.startswith("hutch") else None,
+            "in_features": arguments.in_features,
+            "out_features": arguments.out_features,
+            "tokens": int(arguments.tokens),
+            "batch": 1,
+            "dtype": "float32",
+            "latency_seconds": 0.1 * place,
+            "latency_quartiles_seconds": [0.09 * place, 0.12 * place],
+            "repeats": 3,
+            "clock": "a stand-in",
+            "flops": 1,
+            "input_bytes": 4096,
+            "workspace_bytes": 1024 * place,
+            "peak_memory_bytes": 4096 + 1024 * place,
+            "memory_source": "a stand-in",
+            "device_peak_bytes": None,
+        }
+        for place, name in enumerate(arguments.estimator.split(","), start=1)
+    ]
+    write_result(arguments.out, {}, {"rows": rows}, None)
+
+
+def measure_norm_error(arguments):
+    def row(layer, name, k):
+        spread = 0.0 if k is None else (2 / k) ** 0.5
+        quantiles = {str(q): spread * (q - 0.5) for q in (0.05, 0.25, 0.5, 0.75, 0.95)}
+        found = {"layer": layer, "document": 0, "estimator": name, "num_probes": k}
+        for kind in ("norm", "squared"):
+            found |= {f"{kind}_error_mean": 0.0, f"{kind}_error_std": spread}
+        return found | {"norm_error_quantiles": quantiles}
+
+    rows = [row("a layer", "tiled", None)]
+    for name, k in product(("hutchinson", "hutchpp"), counts(arguments.num_probes)):
+        rows += [row(layer, name, k) for layer in ("a layer", "all layers together")]
+    write_result(arguments.out, {}, {"rows": rows}, None)
+
+
 def main():
     with (HERE / "calls.log").open("a") as log:
         log.write(" ".join(sys.argv[1:]) + "\n")
@@ -104,10 +151,12 @@ def main():
     parser.add_argument("--sample-rate", type=float)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--estimator")
-    parser.add_argument("--num-probes", type=int)
+    parser.add_argument("--num-probes")
+    parser.add_argument("--in-features", type=int)
+    parser.add_argument("--out-features", type=int)
     parser.add_argument("--sketch")
     parser.add_argument("--analysis")
-    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--tokens")
     arguments, _ = parser.parse_known_args()
     globals()[arguments.command.replace("-", "_")](arguments)
 

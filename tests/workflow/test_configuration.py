@@ -56,6 +56,13 @@ def test_shipped_configurations_are_accepted(configuration, name):
         ((*TASK, "evaluation"), {"document": 3}, ["evaluation", "unknown key 'document'"]),
         (("models", "tiny-llama", "preset"), "tiny", ["models.tiny-llama.preset", "'tiny'"]),
         ((*TASK, "model"), "large-llama", ["unknown model 'large-llama'", "known: tiny-llama"]),
+        (("flops", "tokens"), 4096, ["flops.tokens", "4096 is not of type 'array'"]),
+        (("flops", "layers"), [[2048]], ["flops.layers.0", "[2048] is too short"]),
+        (("layer_profiles", "device"), "gpu", ["layer_profiles.device", "'gpu' is unknown"]),
+        (("layer_profiles", "estimators"), ["exat"], ["layer_profiles.estimators.0", "'exat'"]),
+        (("norm_error", "repeats"), 1, ["norm_error.repeats", "1 is less than the minimum of 2"]),
+        (("norm_error", "model"), "gpt", ["norm_error.model", "known: smollm2-135m, tiny-llama"]),
+        (("norm_error", "task"), "bbc", ["norm_error.task", "known: bbc_offline"]),
         (("methods", "exact", "num_probes"), 8, ["methods.exact", "has no 'num_probes'"]),
         (("methods", "hutchinson"), {"estimator": "hutchinson"}, ["needs 'num_probes'"]),
         (

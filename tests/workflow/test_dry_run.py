@@ -33,6 +33,8 @@ def test_dry_run_imports_nothing_heavy(project, poisoned_imports):
     assert plan["prepare_dataset"] == 3
     assert plan["calibrate_noise"] == 21 + 4
     assert plan["train_model"] == 3 * (10 + 10 + 7 * 3)
+    assert plan["profile_layer"] == 2 * 3
+    assert plan["measure_norm_error"] == 1
 
 
 def test_use_conda_finds_the_environment_of_every_rule(project, tmp_path):
@@ -58,9 +60,18 @@ def test_use_conda_finds_the_environment_of_every_rule(project, tmp_path):
     assert plan["train_model"] == 2 * (1 + 4 * 3) + 3 + 2
     assert plan["prepare_dataset"] == 3
     assert plan["prepare_model"] == 2
+    assert plan["profile_layer"] == 2 * 2
     created = [line for line in done.stdout.splitlines() if line.startswith("Conda environment")]
     names = ("accounting", "figures", "training")
     assert {line.split()[2] for line in created} == {f"envs/{name}.yaml" for name in names}
+
+
+def test_nothing_runs_beside_a_timing_rule(project):
+    rules = re.split(
+        r"^rule ", (project.folder / "workflows/rules/profile.smk").read_text(), flags=re.M
+    )
+    (timing,) = [text for text in rules if text.startswith("profile_layer:")]
+    assert "threads: workflow.cores" in timing
 
 
 def test_every_rule_names_its_environment_log_and_benchmark(project):
@@ -69,6 +80,6 @@ def test_every_rule_names_its_environment_log_and_benchmark(project):
         + (project.folder / "Snakefile").read_text()
     )
     rules = len(re.findall(r"^(?:rule|checkpoint) ", text, re.M))
-    assert rules == 11
+    assert rules == 17
     for directive in ("log:", "benchmark:", "conda:", "threads:", "resources:"):
         assert text.count(f"\n    {directive}") == rules, directive

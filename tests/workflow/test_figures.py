@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
@@ -13,9 +14,13 @@ from paper_figures.accuracy_vs_epsilon import plot_accuracy
 from paper_figures.collect_metrics import collect_runs
 from paper_figures.compare_paper import Evidence, compare_values
 from paper_figures.files import load_result
-from paper_figures.flops_table import flops_rows
+from paper_figures.flops_table import at_the_papers_setting, flops_rows, published_savings
+from paper_figures.flops_vs_tokens import plot_flops
+from paper_figures.layer_latency import plot_latency
+from paper_figures.layer_latency_table import profile_rows
+from paper_figures.norm_error_vs_probes import error_rows, plot_norm_error
 from paper_figures.paper_values import load_paper_values
-from paper_figures.style import METHODS, TASKS
+from paper_figures.style import ESTIMATORS, METHODS, TASKS
 from tests.workflow.conftest import ROOT
 
 PAPER = ROOT / "paper_figures" / "paper_values.csv"
@@ -81,8 +86,43 @@ def flops():
     return flops_rows({"metrics": {"rows": rows}})
 
 
-def comparison(runs, flops, calibrations=()):
-    evidence = Evidence(summarize_runs(runs), flops, calibrations)
+def profile(tmp_path, seconds, *, device="cpu", tokens=4096, valid=True, layer=(8192, 2048)):
+    """Write a timed layer and read it back as the figures do."""
+    common = {
+        "in_features": layer[0],
+        "out_features": layer[1],
+        "tokens": tokens,
+        "batch": 1,
+        "dtype": "float32",
+        "repeats": 5,
+        "clock": "c",
+        "memory_source": "m",
+        "flops": 1,
+        "input_bytes": 2**20,
+        "workspace_bytes": 2**19,
+        "peak_memory_bytes": 3 * 2**19,
+        "device_peak_bytes": None,
+    }
+    rows = [
+        {
+            **common,
+            "estimator": name,
+            "num_probes": 32 if name.startswith("hutch") else None,
+            "sketch": "shared" if name.startswith("hutch") else None,
+            "latency_seconds": value,
+            "latency_quartiles_seconds": [0.8 * value, 1.5 * value],
+        }
+        for name, value in seconds.items()
+    ]
+    path = tmp_path / f"{layer[0]}-{tokens}-{device}.json"
+    write_result(path, metrics={"rows": rows}, valid=valid)
+    content = json.loads(path.read_text()) | {"environment": {"device": device}}
+    path.write_text(json.dumps(content))
+    return load_result(path)
+
+
+def comparison(runs, flops, calibrations=(), profiles=()):
+    evidence = Evidence(summarize_runs(runs), flops, calibrations, profile_rows(profiles))
     return compare_values(load_paper_values(PAPER), evidence, "tiny").set_index("id")
 
 
@@ -112,7 +152,8 @@ def test_an_invalid_result_enters_no_table(tmp_path):
 
 def test_an_invalid_result_stops_the_command_with_one_line(tmp_path):
     flops = write_result(tmp_path / "flops.json", metrics={"rows": []}, valid=False)
-    outputs = ["--csv", str(tmp_path / "t.csv"), "--markdown", str(tmp_path / "t.md")]
+    paper = ["--paper", str(PAPER)]
+    outputs = [*paper, "--csv", str(tmp_path / "t.csv"), "--markdown", str(tmp_path / "t.md")]
     done = subprocess.run(
         [sys.executable, "-m", "paper_figures.flops_table", "--flops", flops, *outputs],
         cwd=ROOT,
@@ -188,6 +229,99 @@ def test_counted_operations_reproduce_the_papers_savings(runs, flops):
     assert comparison(runs, wrong).loc["flops_hutch_max", "verdict"].startswith("differs")
 
 
+def test_the_papers_savings_stand_beside_ours(flops):
+    published = published_savings(load_paper_values(PAPER))
+    table = at_the_papers_setting(flops, published).set_index("estimator")
+    assert table.loc["hutchinson", "paper_saving_percent"] == 98.05
+    assert round(100 * table.loc["hutchinson", "saving_vs_exact"], 2) == 98.05
+    assert math.isnan(table.loc["exact", "paper_saving_percent"])
+    with pytest.raises(ValueError, match="no row at T=4096, k=32"):
+        at_the_papers_setting(flops.assign(tokens=512), published)
+
+
+def test_operations_are_drawn_against_tokens_and_against_probes(flops):
+    longer = flops.assign(tokens=8192, flops_counted=2 * flops["flops_counted"])
+    more = flops.assign(num_probes=64)
+    other = flops.assign(in_features=512)
+    figure = plot_flops(pd.concat([flops, longer, more, other]))
+    assert len(figure.axes) == 4  # two layers, two views
+    tokens = figure.axes[0]
+    exact = tokens.containers[0].lines[0]
+    assert exact.get_xdata().tolist() == [4096, 8192]
+    assert exact.get_ydata()[0] == pytest.approx(2 * 4096 * 8192 * 2048 / 1e9)
+    probes = figure.axes[2].containers[0].lines[0]
+    assert probes.get_xdata().tolist() == [32, 64]
+    plt.close(figure)
+    with pytest.raises(ValueError, match="no row with num_probes = 32"):
+        plot_flops(more)
+
+
+def test_latency_ratios_are_taken_on_the_largest_layer_and_name_the_device(tmp_path, runs, flops):
+    seconds = {"exact": 5.0, "tiled": 5.1, "hutchinson": 0.2, "hutchpp": 0.5}
+    small = profile(tmp_path, {**seconds, "hutchpp": 9.0}, layer=(2048, 512))
+    short = profile(tmp_path, {**seconds, "hutchpp": 9.0}, tokens=1024)
+    rows = comparison(runs, flops, profiles=[small, short, profile(tmp_path, seconds)])
+    ratio = rows.loc["latency_hutch_vs_hutchpp"]
+    assert ratio["our_value"] == pytest.approx(2.5)
+    assert ratio["verdict"] == "differs: measured on another device (cpu)"
+    assert "8192x2048, 4096 tokens, 32 probes" in ratio["configuration"]
+    assert rows.loc["compute_saving_largest", "our_value"] == pytest.approx(25)
+    theirs = profile(tmp_path, seconds, device="NVIDIA A100-SXM4-80GB")
+    verdicts = comparison(runs, flops, profiles=[theirs])["verdict"]
+    assert verdicts["latency_hutch_vs_hutchpp"] == "reproduced within 25 %"
+    assert verdicts["compute_saving_largest"] == "differs: by +1150 %"
+
+
+def test_a_layer_timed_beside_other_work_enters_no_table(tmp_path):
+    with pytest.raises(ValueError, match="marked as not valid"):
+        profile(tmp_path, {"exact": 1.0}, valid=False)
+
+
+def test_latency_is_drawn_with_its_quartiles(tmp_path):
+    rows = profile_rows([profile(tmp_path, {"exact": 0.010, "tiled": 0.011, "hutchinson": 0.002})])
+    assert rows["latency_ratio_to_exact"].tolist() == pytest.approx([1, 1.1, 0.2])
+    figure = plot_latency(rows)
+    (axis,) = figure.axes
+    exact = axis.containers[0]
+    assert exact.lines[0].get_ydata().tolist() == pytest.approx([10])
+    ((_, low), (_, high)) = exact.lines[2][0].get_segments()[0]
+    assert (low, high) == pytest.approx((8, 15))
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [ESTIMATORS[name].label for name in ("exact", "tiled", "hutchinson")]
+    plt.close(figure)
+
+
+def test_error_figure_shows_layers_their_sum_and_the_bound(tmp_path):
+    def row(layer, estimator, k, spread):
+        quantiles = {"0.05": -spread, "0.25": 0.0, "0.5": 0.0, "0.75": 0.0, "0.95": spread}
+        return {
+            "layer": layer,
+            "document": 0,
+            "estimator": estimator,
+            "num_probes": k,
+            "squared_error_std": spread,
+            "squared_error_mean": 3e-8,
+            "norm_error_mean": 0.0,
+            "norm_error_quantiles": quantiles,
+        }
+
+    rows = [
+        row(layer, name, k, 1 / k)
+        for layer in ("q", "all layers together")
+        for name in ("hutchinson", "hutchpp")
+        for k in (8, 32)
+    ]
+    path = write_result(tmp_path / "e.json", metrics={"rows": [*rows, row("q", "tiled", None, 0)]})
+    figure = plot_norm_error(error_rows(load_result(path)))
+    deviations, quantiles = figure.axes
+    lines = [line.get_ydata().tolist() for line in deviations.get_lines()]
+    assert lines[:-1] == [pytest.approx([1 / 8, 1 / 32])] * 4
+    assert lines[-1] == pytest.approx([0.5, 0.25])  # √(2/k)
+    assert "3e-08" in deviations.get_title()
+    assert len(quantiles.collections) == 2
+    plt.close(figure)
+
+
 def test_an_offline_twin_is_never_called_reproduced(runs, flops):
     # Its numbers are those of the paper, and it is another model on shorter texts all the same.
     values = load_paper_values(PAPER).set_index("id")["value"]
@@ -227,6 +361,11 @@ def test_every_method_has_its_own_colour_and_marker():
     private = [style for name, style in METHODS.items() if name != "nonprivate"]
     assert len({style.color for style in private}) == len(private)
     assert len({style.marker for style in private}) == len(private)
+
+
+def test_every_estimator_has_its_own_colour_and_marker():
+    for attribute in ("color", "marker", "label"):
+        assert len({getattr(s, attribute) for s in ESTIMATORS.values()}) == len(ESTIMATORS)
 
 
 def test_every_task_of_the_papers_table_has_a_panel():

@@ -74,7 +74,17 @@ def test_editing_a_module_repeats_only_the_rules_that_use_it(finished_project):
     source = finished_project.folder / "dprc" / "profiling" / "flops.py"
     with changed_file(source, source.read_text() + "\n# edited\n"):
         jobs = finished_project.planned_jobs()
-    assert jobs == dict.fromkeys(("count_flops", "table_flops", "compare_paper", "results_all"), 1)
+    counted = {"count_flops", "table_flops", "plot_flops_vs_tokens"}
+    timed = {"profile_layer", "table_layer_latency", "plot_layer_latency"}  # shares its LayerShape
+    assert jobs == dict.fromkeys({*counted, *timed, "compare_paper", "results_all"}, 1)
+
+
+def test_a_timed_layer_that_is_deleted_is_timed_again_and_no_other(finished_project):
+    path = finished_project.result("results/layer_profiles/2048x512/tokens512.json")
+    with changed_file(path, None):
+        jobs = finished_project.planned_jobs()
+    timed = {"profile_layer", "table_layer_latency", "plot_layer_latency"}
+    assert jobs == dict.fromkeys({*timed, "compare_paper", "results_all"}, 1)
 
 
 def test_a_changed_noise_multiplier_repeats_the_runs_that_use_it(finished_project):

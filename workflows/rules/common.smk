@@ -5,7 +5,7 @@ import os
 from itertools import product
 
 from workflows.code_hash import code_hash
-from workflows.configuration import check_configuration
+from workflows.configuration import PACKAGED_MODELS, check_configuration
 
 check_configuration(config)
 
@@ -18,6 +18,9 @@ wildcard_constraints:
     method="|".join(config["methods"]),
     epsilon=r"inf|[0-9.e+-]+",
     seed=r"\d+",
+    in_features=r"\d+",
+    out_features=r"\d+",
+    tokens=r"\d+",
 
 
 CALIBRATION = "results/calibration/{target}/{method}/eps{epsilon}.json"
@@ -28,10 +31,23 @@ EVALUATION = {
     "batch": "evaluation_batch",
     "max_new_tokens": "max_new_tokens",
 }
+LAYER_PROFILE = (
+    "results/layer_profiles/{in_features}x{out_features}/tokens{tokens}.json"
+)
+FIGURES = (
+    "accuracy_vs_epsilon",
+    "flops_vs_tokens",
+    "layer_latency",
+    "norm_error_vs_probes",
+)
+TABLES = ("accuracy", "flops", "layer_latency")
 TABLES_AND_FIGURES = [
-    *multiext("results/figures/accuracy_vs_epsilon", ".png", ".pdf"),
-    *multiext("results/tables/accuracy", ".csv", ".md"),
-    *multiext("results/tables/flops", ".csv", ".md"),
+    *(
+        f"results/figures/{name}.{suffix}"
+        for name in FIGURES
+        for suffix in ("png", "pdf")
+    ),
+    *(f"results/tables/{name}.{suffix}" for name in TABLES for suffix in ("csv", "md")),
     *multiext("results/paper_comparison", ".csv", ".md"),
 ]
 
@@ -94,11 +110,22 @@ def separate_calibrations():
     ]
 
 
+def layer_profiles():
+    """List the timed layers."""
+    settings = config["layer_profiles"]
+    return [
+        LAYER_PROFILE.format(in_features=d, out_features=p, tokens=tokens)
+        for (d, p), tokens in product(settings["layers"], settings["tokens"])
+    ]
+
+
 def all_results():
     """List every result file that tables and figures are made from, and the data and models."""
     return [
         "results/summary/metrics.csv",
         "results/flops/layers.json",
+        "results/norm_error/errors.json",
+        *layer_profiles(),
         *separate_calibrations(),
         *task_calibrations(),
         *training_results(),
@@ -126,9 +153,13 @@ def missing_files(wildcards):
 
 
 def command_options(settings):
-    """Write a mapping as options of a command: hidden_size: 128 becomes --hidden-size 128."""
+    """Write a mapping as options of a command: num_probes: [8, 16] becomes --num-probes 8,16."""
+
+    def text(value):
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
     return " ".join(
-        f"--{key.replace('_', '-')} {value}" for key, value in settings.items()
+        f"--{key.replace('_', '-')} {text(value)}" for key, value in settings.items()
     )
 
 
@@ -221,3 +252,34 @@ def task_resource(name, default):
     return lambda wildcards: (
         config["tasks"][wildcards.task].get("resources", {}).get(name, default)
     )
+
+
+def layer_profile_options(wildcards):
+    """Give `dprc profile-layer` the layer and how it is measured."""
+    settings = dict(config["layer_profiles"])
+    del settings["layers"]
+    return command_options(
+        {
+            "in_features": wildcards.in_features,
+            "out_features": wildcards.out_features,
+            "estimator": settings.pop("estimators"),
+            **{**settings, "tokens": wildcards.tokens},
+        }
+    )
+
+
+def norm_error_model(wildcards):
+    """Give the files of the model whose gradients are used; none if it comes as a package."""
+    model = config["norm_error"]["model"]
+    if model in PACKAGED_MODELS:
+        return []
+    names = ("config.json", "model.safetensors", "tokenizer.json", "model.json")
+    return [f"results/models/{model}/{name}" for name in names]
+
+
+def norm_error_options(wildcards):
+    """Give `dprc measure-norm-error` its gradients, probe counts and repeats."""
+    settings = dict(config["norm_error"])
+    if settings["model"] not in PACKAGED_MODELS:
+        settings["model"] = f"results/models/{settings['model']}"
+    return command_options({**settings, "data": f"results/data/{settings['task']}"})

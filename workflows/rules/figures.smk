@@ -54,6 +54,7 @@ rule table_accuracy:
 rule table_flops:
     input:
         flops="results/flops/layers.json",
+        paper="paper_figures/paper_values.csv",
     output:
         csv=report(
             "results/tables/flops.csv",
@@ -73,8 +74,112 @@ rule table_flops:
     params:
         code=code_hash("paper_figures.flops_table"),
     shell:
-        "python -m paper_figures.flops_table --flops {input.flops}"
+        "python -m paper_figures.flops_table --flops {input.flops} --paper {input.paper}"
         " --csv {output.csv} --markdown {output.markdown} > {log} 2>&1"
+
+
+rule plot_flops_vs_tokens:
+    input:
+        flops="results/flops/layers.json",
+    output:
+        png=report(
+            "results/figures/flops_vs_tokens.png",
+            caption="../report/flops_vs_tokens.rst",
+            category="Cost",
+        ),
+        pdf="results/figures/flops_vs_tokens.pdf",
+    log:
+        "results/logs/plot_flops_vs_tokens.log",
+    benchmark:
+        "results/benchmarks/plot_flops_vs_tokens.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.flops_vs_tokens"),
+    shell:
+        "python -m paper_figures.flops_vs_tokens --flops {input.flops}"
+        " --png {output.png} --pdf {output.pdf} > {log} 2>&1"
+
+
+rule table_layer_latency:
+    input:
+        profiles=layer_profiles(),
+    output:
+        csv=report(
+            "results/tables/layer_latency.csv",
+            caption="../report/layer_latency.rst",
+            category="Cost",
+        ),
+        markdown="results/tables/layer_latency.md",
+    log:
+        "results/logs/table_layer_latency.log",
+    benchmark:
+        "results/benchmarks/table_layer_latency.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.layer_latency_table"),
+    shell:
+        "python -m paper_figures.layer_latency_table {input.profiles}"
+        " --csv {output.csv} --markdown {output.markdown} > {log} 2>&1"
+
+
+rule plot_layer_latency:
+    input:
+        profiles=layer_profiles(),
+    output:
+        png=report(
+            "results/figures/layer_latency.png",
+            caption="../report/layer_latency.rst",
+            category="Cost",
+        ),
+        pdf="results/figures/layer_latency.pdf",
+    log:
+        "results/logs/plot_layer_latency.log",
+    benchmark:
+        "results/benchmarks/plot_layer_latency.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.layer_latency"),
+    shell:
+        "python -m paper_figures.layer_latency {input.profiles}"
+        " --png {output.png} --pdf {output.pdf} > {log} 2>&1"
+
+
+rule plot_norm_error:
+    input:
+        errors="results/norm_error/errors.json",
+    output:
+        png=report(
+            "results/figures/norm_error_vs_probes.png",
+            caption="../report/norm_error_vs_probes.rst",
+            category="Utility",
+        ),
+        pdf="results/figures/norm_error_vs_probes.pdf",
+    log:
+        "results/logs/plot_norm_error.log",
+    benchmark:
+        "results/benchmarks/plot_norm_error.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.norm_error_vs_probes"),
+    shell:
+        "python -m paper_figures.norm_error_vs_probes --errors {input.errors}"
+        " --png {output.png} --pdf {output.pdf} > {log} 2>&1"
 
 
 rule compare_paper:
@@ -83,6 +188,7 @@ rule compare_paper:
         metrics="results/summary/metrics.csv",
         flops="results/flops/layers.json",
         calibrations=separate_calibrations(),
+        profiles=layer_profiles(),
     output:
         csv=report(
             "results/paper_comparison.csv",
@@ -105,5 +211,5 @@ rule compare_paper:
     shell:
         "python -m paper_figures.compare_paper --configuration {params.configuration}"
         " --paper {input.paper} --metrics {input.metrics} --flops {input.flops}"
-        " --calibrations {input.calibrations}"
+        " --calibrations {input.calibrations} --profiles {input.profiles}"
         " --csv {output.csv} --markdown {output.markdown} > {log} 2>&1"

@@ -11,10 +11,58 @@ rule count_flops:
     resources:
         mem_mb=2000,
     params:
-        layers=",".join(f"{d}x{p}" for d, p in config["flops"]["layers"]),
-        tokens=config["flops"]["tokens"],
-        num_probes=config["flops"]["num_probes"],
+        options=command_options(
+            {
+                **config["flops"],
+                "layers": [f"{d}x{p}" for d, p in config["flops"]["layers"]],
+            }
+        ),
         code=code_hash("dprc.profiling.flops"),
     shell:
-        "dprc count-flops --layers {params.layers} --tokens {params.tokens}"
-        " --num-probes {params.num_probes} --out {output.flops} > {log} 2>&1"
+        "dprc count-flops {params.options} --out {output.flops} > {log} 2>&1"
+
+
+rule profile_layer:
+    output:
+        profile=LAYER_PROFILE,
+    log:
+        "results/logs/profile_layer/{in_features}x{out_features}/tokens{tokens}.log",
+    benchmark:
+        "results/benchmarks/profile_layer/{in_features}x{out_features}/tokens{tokens}.tsv"
+    conda:
+        "../../envs/training.yaml"
+    # All cores, so that nothing runs beside a measurement.
+    threads: workflow.cores
+    resources:
+        mem_mb=6000,
+        gpu=int(config["layer_profiles"]["device"] == "cuda"),
+    params:
+        options=layer_profile_options,
+        code=code_hash("dprc.profiling.latency"),
+    shell:
+        "dprc profile-layer {params.options} --out {output.profile} > {log} 2>&1"
+
+
+rule measure_norm_error:
+    input:
+        train=f"results/data/{config['norm_error']['task']}/train.jsonl",
+        test=f"results/data/{config['norm_error']['task']}/test.jsonl",
+        dataset=f"results/data/{config['norm_error']['task']}/dataset.json",
+        model=norm_error_model,
+    output:
+        errors="results/norm_error/errors.json",
+    log:
+        "results/logs/measure_norm_error.log",
+    benchmark:
+        "results/benchmarks/measure_norm_error.tsv"
+    conda:
+        "../../envs/training.yaml"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        gpu=int(config["norm_error"]["device"] == "cuda"),
+    params:
+        options=norm_error_options,
+        code=code_hash("dprc.profiling.norm_error", "dprc.models"),
+    shell:
+        "dprc measure-norm-error {params.options} --out {output.errors} > {log} 2>&1"
