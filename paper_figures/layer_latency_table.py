@@ -23,6 +23,7 @@ COLUMNS = [
     "latency_low_seconds",
     "latency_high_seconds",
     "repeats",
+    "threads",
     "clock",
     "latency_ratio_to_exact",
     "flops",
@@ -92,9 +93,10 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
 def _command(arguments: argparse.Namespace) -> None:
     rows = profile_rows(load_result(path) for path in arguments.profiles)
     write_csv(arguments.csv, rows)
-    measured = rows[["device", "dtype", "clock", "memory_source"]].drop_duplicates()
+    measured = rows[["device", "dtype", "threads", "clock", "memory_source"]].drop_duplicates()
     notes = [
-        f"On {row.device}, {row.dtype}; times by {row.clock}, memory by {row.memory_source}."
+        f"On {row.device} ({row.threads} CPU threads), {row.dtype}; times by {row.clock}, memory by"
+        f" {row.memory_source}."
         for row in measured.itertuples(index=False)
     ]
     write_markdown(

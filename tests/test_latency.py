@@ -90,6 +90,7 @@ def test_workspace_of_a_layer_is_what_its_tensors_weigh():
         (["--dtype", "float16"], "--dtype: must be one of .* got 'float16'"),
         (["--head-rank", "2"], "--head-rank: only hutchpp"),
         (["--repeats", "0"], "repeats: must be at least 1"),
+        (["--threads", "0"], "threads: must be at least 1"),
         (["--batch", "0"], "batch: must be at least 1"),
         (["--estimator", "ghost", "--batch", "999999999"], "GiB are free. Use fewer tokens"),
     ],
@@ -107,6 +108,18 @@ def test_cuda_without_a_gpu_is_one_line_and_exit_code_2(capsys):
     assert main([*LAYER, "--device", "cuda"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cuda was asked for" in line
+
+
+def test_the_number_of_threads_is_put_back(monkeypatch):
+    seen = []
+    monkeypatch.setattr(latency, "time_interleaved", lambda *_, **__: seen.append(1) or {})
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError):  # whatever happens within
+        profile_layer(
+            LayerShape(8, 8, 4), [estimators.get("exact")], device=CPU, threads=before + 1
+        )
+    assert seen
+    assert torch.get_num_threads() == before
 
 
 def test_one_estimator_prints_its_numbers_at_the_top(capsys, tmp_path):

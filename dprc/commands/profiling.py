@@ -60,6 +60,7 @@ def _add_profile_layer(subparsers: Any) -> None:
     add("--dtype", default="float32", help="float32, bfloat16 or float64 (default: float32)")
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
     add("--repeats", type=int, default=5, metavar="N", help="timed rounds (default: 5)")
+    add("--threads", type=int, default=1, metavar="N", help="of the CPU (default: 1)")
     add("--seed", type=int, default=0, help="of inputs and sketches (default: 0)")
     _add_output(layer)
     layer.set_defaults(run=_profile_layer)
@@ -174,6 +175,7 @@ def _profile_layer(arguments: argparse.Namespace) -> None:
         device=device,
         dtype=DTYPES[arguments.dtype],
         repeats=arguments.repeats,
+        threads=arguments.threads,
         seed=arguments.seed,
     )
     metrics = {

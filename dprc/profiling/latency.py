@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class Timing:
 
 def clock_of(device: torch.device) -> str:
     """Say what times are read from on a device."""
-    return "CUDA events" if device.type == "cuda" else "CPU time of the process, all threads"
+    return "CUDA events" if device.type == "cuda" else "CPU time of the process"
 
 
 def time_interleaved(
@@ -130,6 +131,7 @@ def profile_layer(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     repeats: int = 5,
+    threads: int = 1,
     seed: int = 0,
 ) -> LayerProfile:
     """Time the squared norms of one layer's per-sample gradients and weigh what they take.
@@ -140,6 +142,7 @@ def profile_layer(
         device: Where to run.
         dtype: Of activations and output gradients.
         repeats: Interleaved rounds that are timed.
+        threads: Of the CPU. With several, CPU time counts their waiting for each other too.
         seed: Of the inputs (standard normal) and the sketches.
 
     Returns:
@@ -153,8 +156,10 @@ def profile_layer(
 
     Raises:
         ValueError: No estimator, one twice, more probes than the layer's larger side, fewer than
-            one repeat, or a workspace that the device has no memory for.
+            one repeat or thread, or a workspace that the device has no memory for.
     """
+    if threads < 1:
+        raise ValueError(f"threads: must be at least 1, got {threads}")
     _check(shape, chosen, dtype, device)
     inputs = _inputs(shape, dtype, device, seed)
     before = _occupancy(device)
@@ -167,10 +172,11 @@ def profile_layer(
 
     functions = {estimator.name: work(estimator) for estimator in chosen}
     peaks = {}
-    for name, run_fn in functions.items():
-        run_fn()  # loads libraries, and whatever else is made at first use
-        peaks[name] = measure_peak(run_fn, device, inputs)
-    timings = time_interleaved(functions, device, repeats=repeats)
+    with _cpu_threads(threads):
+        for name, run_fn in functions.items():
+            run_fn()  # loads libraries, and whatever else is made at first use
+            peaks[name] = measure_peak(run_fn, device, inputs)
+        timings = time_interleaved(functions, device, repeats=repeats)
     occupancy = before if not before.exclusive else _occupancy(device)
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     rows = []
@@ -185,6 +191,7 @@ def profile_layer(
                 "latency_seconds": timing.median_seconds,
                 "latency_quartiles_seconds": list(timing.quartiles_seconds),
                 "repeats": timing.repeats,
+                "threads": threads,
                 "clock": clock_of(device),
                 "flops": estimator.flops(
                     shape.batch, shape.tokens, shape.in_features, shape.out_features
@@ -197,6 +204,17 @@ def profile_layer(
             }
         )
     return LayerProfile(rows, occupancy)
+
+
+@contextmanager
+def _cpu_threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _memory_source(device: torch.device) -> str:

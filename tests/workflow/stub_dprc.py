@@ -110,6 +110,7 @@ def profile_layer(arguments):
             "latency_seconds": 0.1 * place,
             "latency_quartiles_seconds": [0.09 * place, 0.12 * place],
             "repeats": 3,
+            "threads": 1,
             "clock": "a stand-in",
             "flops": 1,
             "input_bytes": 4096,

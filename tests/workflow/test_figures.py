@@ -95,6 +95,7 @@ def profile(tmp_path, seconds, *, device="cpu", tokens=4096, valid=True, layer=(
         "batch": 1,
         "dtype": "float32",
         "repeats": 5,
+        "threads": 1,
         "clock": "c",
         "memory_source": "m",
         "flops": 1,
