@@ -139,21 +139,18 @@ def test_a_missing_nvml_is_said_and_not_hidden(fake_cuda, monkeypatch):
 
 
 def test_both_peaks_are_over_what_was_in_use_before(fake_cuda, monkeypatch):
-    nvml, polled = FakeNvml(used=1000), threading.Event()
-    normal_reading = nvml.used_bytes
-
-    def used_bytes():
-        if nvml.used == 5000:
-            polled.set()
-        return normal_reading()
-
-    nvml.used_bytes = used_bytes
+    nvml = FakeNvml(used=1000)
+    polled = {5000: threading.Event(), 2000: threading.Event()}
+    nvml.used_bytes = lambda: (
+        (polled[nvml.used].set() if nvml.used in polled else None) or nvml.used
+    )
     monkeypatch.setattr(device_module.Nvml, "of", lambda device: nvml)
 
     def work():
-        fake_cuda.peak, nvml.used = 350, 5000
-        assert polled.wait(10)  # between two readings by hand only the thread can see this
-        nvml.used = 2000
+        fake_cuda.peak = 350
+        for used in (5000, 2000):  # only the thread can see the first, and must remember it
+            nvml.used = used
+            assert polled[used].wait(10)
 
     peak = measure_peak(work, CUDA, [])
     assert peak.allocated_bytes == 250
