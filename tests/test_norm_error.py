@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dprc.models
+import dprc.tasks
 from dprc import estimators
 from dprc.cli import main
 from dprc.losses import causal_lm_loss
@@ -159,3 +160,22 @@ def test_the_command_measures_the_middle_block(capsys, tmp_path, monkeypatch):
     assert len(result["config"]["layers"]) == 7
     assert main([*words, "--tokens", "1"]) == 2
     assert "--tokens: must be at least 2, got 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_real_gradient_scatters_as_its_singular_values_say():
+    model = dprc.models.load_causal_lm("smollm2-135m")
+    texts = [example.text for example in dprc.tasks.get("bbc_offline").read().train]
+    tokenizer = dprc.models.load_tokenizer("smollm2-135m")
+    documents = first_long_documents(texts, tokenizer, tokens=128, count=1)
+    gradients = list(layer_gradients(model, documents, choose_layers(model, "*.15.*.v_proj")))
+    rows = measure_norm_error(gradients, [16], repeats=REPEATS)
+    (row,) = [r for r in rows if r["estimator"] == "hutchinson" and r["layer"] != ALL_LAYERS]
+    # No gradient has a wider law than χ² of k degrees, whose kurtosis is 3 + 12/k.
+    relative = 5 * math.sqrt((2 + 12 / 16) / (4 * REPEATS))
+    expected = row["squared_error_std_expected"]
+    assert row["squared_error_std"] == pytest.approx(expected, rel=relative)
+    assert expected < 0.95 * row["squared_error_std_bound"]
+    assert abs(row["squared_error_mean"]) < 5 * expected / math.sqrt(REPEATS)
+    (head,) = [r for r in rows if r["estimator"] == "hutchpp" and r["layer"] != ALL_LAYERS]
+    assert head["squared_error_std"] < expected
