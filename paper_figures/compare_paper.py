@@ -19,6 +19,8 @@ from paper_figures.files import (
 )
 from paper_figures.flops_table import flops_rows
 from paper_figures.layer_latency_table import profile_rows
+from paper_figures.layer_memory_table import COLUMNS as MEMORY_COLUMNS
+from paper_figures.layer_memory_table import as_trained, memory_rows
 from paper_figures.paper_values import (
     layer_setting,
     load_paper_values,
@@ -53,6 +55,7 @@ class Evidence:
     flops: pd.DataFrame  # of flops_rows
     calibrations: Sequence[dict[str, Any]]  # result files, none of a training run
     profiles: pd.DataFrame  # of profile_rows
+    memory: pd.DataFrame  # of memory_rows
 
 
 def compare_values(paper: pd.DataFrame, evidence: Evidence, configuration: str) -> pd.DataFrame:
@@ -138,6 +141,40 @@ def _ghost_ratio(row: Any, evidence: Evidence) -> Ours | None:
             made_by = f"count_flops, {layer.in_features}x{layer.out_features}"
             return Ours(ratio, made_by, _exact_verdict(ratio, row.value, 0))
     return None
+
+
+def _memory_saving(row: Any, evidence: Evidence) -> Ours | None:
+    """Look up the simulated saving of one estimator on one layer.
+
+    The paper does not say what it counts. Ours is everything, against an exact norm that squares
+    in place; if another reading gives the paper's number, that is what we report, by its name.
+    """
+    layer, probes = layer_setting(row.setting), num_probes(row.method)
+    trained = as_trained(evidence.memory)
+    cost = _layer_row(trained, row.method.split()[0], *layer, probes)
+    if cost is None:
+        return None
+    if row.quantity == "peak_memory_saving_including_inputs":
+        readings = {
+            "exact squares in place": cost["saving_including_inputs"],
+            "exact squares a copy": cost["saving_including_inputs_copied"],
+        }
+    else:
+        readings = {
+            "all it takes": cost["saving_excluding_inputs"],
+            "only what has a row for each token": cost["saving_token_workspace"],
+        }
+    percent = {name: 100 * value for name, value in readings.items() if pd.notna(value)}
+    digits = 0 if "approximate" in row.source else 2
+    made_by = f"simulate_memory, {layer[0]}x{layer[1]}, {layer[2]} tokens, {probes} probes"
+    made_by += f", {cost['dtype']}, shared sketch"
+    for name, value in percent.items():
+        if round(value, digits) == round(row.value, digits):
+            return Ours(value, f"{made_by}, {name}", f"reproduced: counting {name}")
+    first, *others = percent
+    verdict = f"differs: counting {first}"
+    verdict += "".join(f"; {percent[name]:.2f} counting {name}" for name in others)
+    return Ours(percent[first], made_by, verdict)
 
 
 def _latency_ratio(row: Any, evidence: Evidence) -> Ours | None:
@@ -293,6 +330,8 @@ _MAKERS: dict[str, Callable[[Any, Evidence], Ours | None]] = {
     "accuracy_gain_hutchpp_vs_hutch": _hutchpp_gain,
     "flops_saving_vs_exact": _flops_saving,
     "flops_ratio_ghost_over_hutch": _ghost_ratio,
+    "peak_memory_saving_including_inputs": _memory_saving,
+    "peak_memory_saving_excluding_inputs": _memory_saving,
     "latency_ratio_hutchpp_over_hutch": _latency_ratio,
     "compute_saving": _latency_ratio,
     "noise_multiplier": _noise_multiplier,
@@ -326,6 +365,10 @@ def _command(arguments: argparse.Namespace) -> None:
         flops=flops_rows(load_result(arguments.flops)),
         calibrations=[load_result(path) for path in arguments.calibrations],
         profiles=profile_rows(load_result(path) for path in arguments.profiles),
+        memory=pd.concat(
+            [memory_rows(load_result(path)) for path in arguments.memory]
+            or [pd.DataFrame(columns=MEMORY_COLUMNS)]
+        ),
     )
     rows = compare_values(load_paper_values(arguments.paper), evidence, arguments.configuration)
     write_csv(arguments.csv, rows)
@@ -349,6 +392,7 @@ if __name__ == "__main__":
     parser.add_argument("--flops", required=True, help="result file of dprc count-flops")
     parser.add_argument("--calibrations", nargs="*", default=[], help="calibrations without a run")
     parser.add_argument("--profiles", nargs="*", default=[], help="of dprc profile-layer")
+    parser.add_argument("--memory", nargs="*", default=[], help="of dprc simulate-memory")
     parser.add_argument("--csv", required=True, help="CSV to write")
     parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

@@ -18,8 +18,13 @@ from paper_figures.flops_table import at_the_papers_setting, flops_rows, publish
 from paper_figures.flops_vs_tokens import plot_flops
 from paper_figures.layer_latency import plot_latency
 from paper_figures.layer_latency_table import profile_rows
+from paper_figures.layer_memory import plot_memory
+from paper_figures.layer_memory_table import at_the_papers_setting as memory_at_the_papers_setting
+from paper_figures.layer_memory_table import memory_rows
+from paper_figures.layer_memory_table import published_savings as published_memory
 from paper_figures.norm_error_vs_probes import error_rows, plot_norm_error
 from paper_figures.paper_values import load_paper_values
+from paper_figures.step_memory import plot_step_memory, step_rows
 from paper_figures.style import ESTIMATORS, METHODS, TASKS
 from tests.workflow.conftest import ROOT
 
@@ -122,8 +127,54 @@ def profile(tmp_path, seconds, *, device="cpu", tokens=4096, valid=True, layer=(
     return load_result(path)
 
 
-def comparison(runs, flops, calibrations=(), profiles=()):
-    evidence = Evidence(summarize_runs(runs), flops, calibrations, profile_rows(profiles))
+def layer_memory(*, tokens=(4096,), probes=(32,), layer=(8192, 2048)):
+    """Give the layers of a simulated result, weighed by hand in numbers of four bytes."""
+    d, p = layer
+    rows = []
+
+    def add(estimator, workspace, per_token, *, convention="in_place", **options):
+        inputs, squared_in_place = t * (d + p), d * p
+        peak, exact_peak = inputs + workspace, inputs + squared_in_place
+        variant = {"num_probes": None, "sketch": None, "projection": None} | options
+        rows.append(
+            {
+                "in_features": d,
+                "out_features": p,
+                "tokens": t,
+                "batch": 1,
+                "dtype": "fp32",
+                "estimator": estimator,
+                "convention": convention,
+                **variant,
+                "input_bytes": 4 * inputs,
+                "workspace_bytes": 4 * workspace,
+                "token_workspace_bytes": 4 * per_token,
+                "peak_bytes": 4 * peak,
+                "saving_excluding_inputs": 1 - workspace / squared_in_place,
+                "saving_including_inputs": 1 - peak / exact_peak,
+                "saving_including_inputs_copied": 1 - peak / (exact_peak + squared_in_place),
+                "saving_token_workspace": 1 - per_token / squared_in_place if per_token else None,
+            }
+        )
+
+    for t in tokens:
+        add("exact", 2 * d * p, 0, convention="copied")
+        add("exact", d * p, 0)
+        add("tiled", 128 * d, 0)
+        add("ghost", 2 * t * t, 0)
+        for k in probes:
+            for sketch in ("shared", "per_sample"):
+                for projection, block in (("by_block", min(d, 2048)), ("whole", d)):
+                    options = {"num_probes": k, "sketch": sketch, "projection": projection}
+                    add("hutchinson", k * (t + block), k * t, **options)
+                    add("hutchpp", 3 * k * (t + block), 3 * k * t, **options)
+    return {"metrics": {"layers": rows}}
+
+
+def comparison(runs, flops, calibrations=(), profiles=(), memory=None):
+    weighed = memory_rows(memory or layer_memory())
+    timed = profile_rows(profiles)
+    evidence = Evidence(summarize_runs(runs), flops, calibrations, timed, weighed)
     return compare_values(load_paper_values(PAPER), evidence, "tiny").set_index("id")
 
 
@@ -290,6 +341,81 @@ def test_latency_is_drawn_with_its_quartiles(tmp_path):
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == [ESTIMATORS[name].label for name in ("exact", "tiled", "hutchinson")]
     plt.close(figure)
+
+
+def test_the_papers_memory_stands_beside_ours_and_each_reading_has_its_name(runs, flops):
+    rows = memory_rows(layer_memory(probes=(8, 32)))
+    table = memory_at_the_papers_setting(rows, published_memory(load_paper_values(PAPER)))
+    assert table["estimator"].tolist() == ["exact", "tiled", "ghost", "hutchinson", "hutchpp"]
+    hutchinson = table.set_index("estimator").loc["hutchinson"]
+    assert hutchinson["paper_excluding_percent"] == 99.22
+    assert hutchinson["paper_including_percent"] == 39.18
+    with pytest.raises(ValueError, match="no row at T=4096, k=32"):
+        memory_at_the_papers_setting(
+            rows.assign(tokens=1), published_memory(load_paper_values(PAPER))
+        )
+    found = comparison(runs, flops)
+    # kT numbers of dp: 32·4096/(8192·2048)
+    assert found.loc["memory_excl_hutch_max", "our_value"] == pytest.approx(99.21875)
+    verdicts = found["verdict"]
+    assert verdicts["memory_excl_hutch_max"] == (
+        "reproduced: counting only what has a row for each token"
+    )
+    assert verdicts["memory_excl_hutchpp_max"] == (
+        "differs: counting all it takes; 97.66 counting only what has a row for each token"
+    )
+    assert verdicts["memory_incl_hutch_max"].startswith("differs: counting exact squares in place")
+    assert verdicts["memory_incl_hutch_min"] == "not run in this configuration"
+    small = comparison(runs, flops, memory=layer_memory(layer=(2048, 512)))
+    assert small["verdict"]["memory_incl_hutch_min"].startswith("reproduced: counting exact")
+
+
+def test_memory_is_drawn_against_tokens_and_probes_with_the_whole_sketch_above():
+    rows = memory_rows(layer_memory(tokens=(1024, 4096), probes=(32, 4096)))
+    figure = plot_memory(rows)
+    tokens, probes = figure.axes
+    lines = [container.lines[0] for container in tokens.containers]
+    assert [line.get_xdata().tolist() for line in lines] == [[1024, 4096]] * 5
+    assert lines[0].get_ydata().tolist() == [64, 64]  # MiB of an 8192 x 2048 gradient
+    inputs = tokens.get_lines()[-1]
+    assert inputs.get_ydata().tolist() == [40, 160]
+    by_block = probes.containers[0].lines[0].get_ydata()
+    whole = next(line for line in probes.get_lines() if line.get_linestyle() == ":").get_ydata()
+    assert by_block[1] == pytest.approx(4096 * (4096 + 2048) * 4 / 2**20)
+    assert whole[1] == pytest.approx(4096 * (4096 + 8192) * 4 / 2**20)
+    plt.close(figure)
+    with pytest.raises(ValueError, match="none with 32 probes"):
+        plot_memory(memory_rows(layer_memory(probes=(8,))))
+
+
+def test_steps_are_drawn_whole_and_as_a_ratio_to_the_step_without_privacy():
+    def row(mode, estimator, schedule, tokens, peak):
+        return {
+            "mode": mode,
+            "estimator": estimator,
+            "schedule": schedule,
+            "tokens": tokens,
+            "batch": 1,
+            "dtype": "bf16",
+            "peak_bytes": peak * 2**30,
+        }
+
+    rows = [
+        row(mode, estimator, schedule, tokens, factor * tokens / 1024)
+        for mode, estimator, schedule, factor in (
+            ("nonprivate", None, "two_pass", 2),
+            ("hutchinson_two_pass", "hutchinson", "two_pass", 3),
+            ("forward", None, "two_pass", 1),
+        )
+        for tokens in (1024, 4096)
+    ]
+    figure = plot_step_memory(step_rows({"metrics": {"steps": rows}}), "a model")
+    peaks, ratios = figure.axes
+    assert [line.get_ydata().tolist() for line in peaks.get_lines()] == [[2, 8], [3, 12]]
+    assert [line.get_ydata().tolist() for line in ratios.get_lines()] == [[1, 1], [1.5, 1.5]]
+    plt.close(figure)
+    with pytest.raises(ValueError, match="no step without privacy"):
+        plot_step_memory(step_rows({"metrics": {"steps": rows[2:]}}), "a model")
 
 
 def test_error_figure_shows_layers_their_sum_and_the_bound(tmp_path):

@@ -1,0 +1,80 @@
+"""Figure: simulated peak memory of a whole training step against sequence length."""
+
+import argparse
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from paper_figures.files import load_result, make_parser, run_command, save_figure
+from paper_figures.panels import logarithmic_ticks, make_panels
+from paper_figures.style import ESTIMATORS
+
+_SCHEDULES = {"two_pass": "-", "book_keeping": "--"}
+_PLAIN = {"color": "black", "marker": "", "linestyle": ":", "linewidth": 1.6}
+
+
+def step_rows(result: dict[str, Any]) -> pd.DataFrame:
+    """Read the steps of a result file of ``dprc simulate-memory``."""
+    return pd.DataFrame(result["metrics"]["steps"])
+
+
+def plot_step_memory(rows: pd.DataFrame, model: str) -> Figure:
+    """Draw peaks of all modes: whole, and as a ratio to the step without privacy.
+
+    Args:
+        rows: Of ``step_rows``, all of one model, batch and dtype.
+        model: Name of the model, for the title.
+
+    Raises:
+        ValueError: No step is without privacy.
+    """
+    plain = rows[rows["mode"] == "nonprivate"].set_index("tokens")["peak_bytes"]
+    if plain.empty:
+        raise ValueError("the memory simulated has no step without privacy to compare with")
+    figure, (axes,) = make_panels(1, 2, width=4.4)
+    entries = []
+    for mode, own in rows.groupby("mode", sort=False):
+        own = own.sort_values("tokens")
+        if mode == "nonprivate":
+            look, label = _PLAIN, "without privacy"
+        elif own["estimator"].isna().all():
+            continue  # a forward pass alone
+        else:
+            style = ESTIMATORS[own["estimator"].iloc[0]]
+            schedule = own["schedule"].iloc[0]
+            look = {"color": style.color, "marker": style.marker, "linewidth": 1.4}
+            look["linestyle"] = _SCHEDULES[schedule]
+            label = f"{style.label}, {schedule.replace('_', ' ')}"
+        axes[0].plot(own["tokens"], own["peak_bytes"] / 2**30, **look)
+        axes[1].plot(own["tokens"], own["peak_bytes"] / own["tokens"].map(plain), **look)
+        entries.append(Line2D([], [], label=label, **look))
+    for axis in axes:
+        axis.set(xlabel="tokens T", xscale="log")
+        logarithmic_ticks(axis, rows["tokens"])
+    first = rows.iloc[0]
+    axes[0].set(
+        yscale="log",
+        ylabel="peak (GiB)",
+        title=f"{model}, batch {first['batch']}, {first['dtype']}",
+    )
+    axes[1].set(ylabel="peak / peak without privacy", title="as a ratio")
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=3, frameon=False, fontsize="small"
+    )
+    return figure
+
+
+def _command(arguments: argparse.Namespace) -> None:
+    result = load_result(arguments.memory)
+    figure = plot_step_memory(step_rows(result), str(result["config"]["model"]))
+    save_figure(figure, arguments.png, arguments.pdf)
+
+
+if __name__ == "__main__":
+    parser = make_parser("step_memory", "Draw the memory of a training step.")
+    parser.add_argument("--memory", required=True, help="result file of dprc simulate-memory")
+    parser.add_argument("--png", required=True, help="PNG to write")
+    parser.add_argument("--pdf", required=True, help="PDF to write")
+    raise SystemExit(run_command(parser, _command))
