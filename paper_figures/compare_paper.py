@@ -166,7 +166,7 @@ def _memory_saving(row: Any, evidence: Evidence) -> Ours | None:
         }
     percent = {name: 100 * value for name, value in readings.items() if pd.notna(value)}
     digits = 0 if "approximate" in row.source else 2
-    made_by = f"simulate_memory, {layer[0]}x{layer[1]}, {layer[2]} tokens, {probes} probes"
+    made_by = f"simulate_layer_memory, {layer[0]}x{layer[1]}, {layer[2]} tokens, {probes} probes"
     made_by += f", {cost['dtype']}, shared sketch"
     for name, value in percent.items():
         if round(value, digits) == round(row.value, digits):

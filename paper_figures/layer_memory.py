@@ -83,7 +83,7 @@ def _command(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = make_parser("layer_memory", "Draw the memory of one layer's norm.")
-    parser.add_argument("--memory", required=True, help="result file of dprc simulate-memory")
+    parser.add_argument("--memory", required=True, help="result of dprc simulate-memory --layers")
     parser.add_argument("--png", required=True, help="PNG to write")
     parser.add_argument("--pdf", required=True, help="PDF to write")
     raise SystemExit(run_command(parser, _command))

@@ -33,8 +33,8 @@ PUBLISHED = {
 
 
 def memory_rows(result: dict[str, Any]) -> pd.DataFrame:
-    """Order the layers of a result file of ``dprc simulate-memory``."""
-    return sort_layers(pd.DataFrame(result["metrics"]["layers"])[COLUMNS])
+    """Order the layers of a result file of ``dprc simulate-memory --layers``."""
+    return sort_layers(pd.DataFrame(result["metrics"]["rows"])[COLUMNS])
 
 
 def as_trained(rows: pd.DataFrame, sketch: str = "shared") -> pd.DataFrame:
@@ -131,7 +131,7 @@ def _command(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = make_parser("layer_memory_table", "Tabulate the memory of one layer's norm.")
-    parser.add_argument("--memory", required=True, help="result file of dprc simulate-memory")
+    parser.add_argument("--memory", required=True, help="result of dprc simulate-memory --layers")
     parser.add_argument("--paper", required=True, help="the paper's values")
     parser.add_argument("--csv", required=True, help="CSV to write")
     parser.add_argument("--markdown", required=True, help="Markdown to write")

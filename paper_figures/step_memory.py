@@ -16,16 +16,15 @@ _PLAIN = {"color": "black", "marker": "", "linestyle": ":", "linewidth": 1.6}
 
 
 def step_rows(result: dict[str, Any]) -> pd.DataFrame:
-    """Read the steps of a result file of ``dprc simulate-memory``."""
-    return pd.DataFrame(result["metrics"]["steps"])
+    """Read the steps of a result file of ``dprc simulate-memory --model``."""
+    return pd.DataFrame(result["metrics"]["rows"])
 
 
-def plot_step_memory(rows: pd.DataFrame, model: str) -> Figure:
+def plot_step_memory(rows: pd.DataFrame) -> Figure:
     """Draw peaks of all modes: whole, and as a ratio to the step without privacy.
 
     Args:
         rows: Of ``step_rows``, all of one model, batch and dtype.
-        model: Name of the model, for the title.
 
     Raises:
         ValueError: No step is without privacy.
@@ -57,7 +56,7 @@ def plot_step_memory(rows: pd.DataFrame, model: str) -> Figure:
     axes[0].set(
         yscale="log",
         ylabel="peak (GiB)",
-        title=f"{model}, batch {first['batch']}, {first['dtype']}",
+        title=f"{first['model']}, batch {first['batch']}, {first['dtype']}",
     )
     axes[1].set(ylabel="peak / peak without privacy", title="as a ratio")
     figure.legend(
@@ -67,14 +66,13 @@ def plot_step_memory(rows: pd.DataFrame, model: str) -> Figure:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    result = load_result(arguments.memory)
-    figure = plot_step_memory(step_rows(result), str(result["config"]["model"]))
+    figure = plot_step_memory(step_rows(load_result(arguments.memory)))
     save_figure(figure, arguments.png, arguments.pdf)
 
 
 if __name__ == "__main__":
     parser = make_parser("step_memory", "Draw the memory of a training step.")
-    parser.add_argument("--memory", required=True, help="result file of dprc simulate-memory")
+    parser.add_argument("--memory", required=True, help="result of dprc simulate-memory --model")
     parser.add_argument("--png", required=True, help="PNG to write")
     parser.add_argument("--pdf", required=True, help="PDF to write")
     raise SystemExit(run_command(parser, _command))

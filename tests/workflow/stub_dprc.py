@@ -124,6 +124,65 @@ def profile_layer(arguments):
     write_result(arguments.out, {}, {"rows": rows}, None)
 
 
+def simulate_memory(arguments):
+    rows = simulated_steps(arguments) if arguments.model else simulated_layers(arguments)
+    write_result(arguments.out, {}, {"rows": rows}, None)
+
+
+def simulated_layers(arguments):
+    layers = []
+    sizes = [counts(layer.replace("x", ",")) for layer in arguments.layers.split(",")]
+    lengths, probes = counts(arguments.tokens), counts(arguments.num_probes)
+
+    def add(t, d, p, estimator, workspace, k=None, sketch=None, projection=None):
+        layers.append(
+            {
+                "in_features": d,
+                "out_features": p,
+                "tokens": t,
+                "batch": 1,
+                "dtype": "fp32",
+                "estimator": estimator,
+                "convention": "in_place",
+                "num_probes": k,
+                "sketch": sketch,
+                "projection": projection,
+                "input_bytes": 4 * t * (d + p),
+                "workspace_bytes": 4 * workspace,
+                "token_workspace_bytes": 4 * t * (k or 0),
+                "peak_bytes": 4 * (workspace + t * (d + p)),
+                "saving_excluding_inputs": 1 - workspace / (d * p),
+                "saving_including_inputs": 0.5,
+                "saving_including_inputs_copied": 0.6,
+                "saving_token_workspace": None if k is None else 1 - t * k / (d * p),
+            }
+        )
+
+    for (d, p), t in product(sizes, lengths):
+        for estimator, workspace in (("exact", d * p), ("tiled", 128 * d), ("ghost", 2 * t * t)):
+            add(t, d, p, estimator, workspace)
+        for k, projection in product(probes, ("by_block", "whole")):
+            add(t, d, p, "hutchinson", k * (t + d), k, "shared", projection)
+            add(t, d, p, "hutchpp", 3 * k * (t + d), k, "shared", projection)
+    return layers
+
+
+def simulated_steps(arguments):
+    return [
+        {
+            "model": arguments.model,
+            "mode": mode,
+            "estimator": None if mode == "nonprivate" else mode.split("_")[0],
+            "schedule": "two_pass",
+            "tokens": t,
+            "batch": 1,
+            "dtype": "bf16",
+            "peak_bytes": 1000 * t,
+        }
+        for t, mode in product(counts(arguments.tokens), arguments.modes.split(","))
+    ]
+
+
 def measure_norm_error(arguments):
     def row(layer, name, k):
         spread = 0.0 if k is None else (2 / k) ** 0.5
@@ -147,6 +206,8 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--config")
     parser.add_argument("--layers")
+    parser.add_argument("--model")
+    parser.add_argument("--modes")
     parser.add_argument("--epsilon", type=float)
     parser.add_argument("--delta", type=float)
     parser.add_argument("--sample-rate", type=float)

@@ -58,6 +58,8 @@ def test_shipped_configurations_are_accepted(configuration, name):
         ((*TASK, "model"), "large-llama", ["unknown model 'large-llama'", "known: tiny-llama"]),
         (("flops", "tokens"), 4096, ["flops.tokens", "4096 is not of type 'array'"]),
         (("flops", "layers"), [[2048]], ["flops.layers.0", "[2048] is too short"]),
+        (("memory", "steps", "dtype"), "fp8", ["memory.steps.dtype", "known: fp32, bf16"]),
+        (("memory", "steps", "modes"), ["exact"], ["memory.steps.modes.0", "'exact' does not"]),
         (("layer_profiles", "device"), "gpu", ["layer_profiles.device", "'gpu' is unknown"]),
         (("layer_profiles", "estimators"), ["exat"], ["layer_profiles.estimators.0", "'exat'"]),
         (("norm_error", "repeats"), 1, ["norm_error.repeats", "1 is less than the minimum of 2"]),

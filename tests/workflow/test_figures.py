@@ -168,7 +168,7 @@ def layer_memory(*, tokens=(4096,), probes=(32,), layer=(8192, 2048)):
                     options = {"num_probes": k, "sketch": sketch, "projection": projection}
                     add("hutchinson", k * (t + block), k * t, **options)
                     add("hutchpp", 3 * k * (t + block), 3 * k * t, **options)
-    return {"metrics": {"layers": rows}}
+    return {"metrics": {"rows": rows}}
 
 
 def comparison(runs, flops, calibrations=(), profiles=(), memory=None):
@@ -391,6 +391,7 @@ def test_memory_is_drawn_against_tokens_and_probes_with_the_whole_sketch_above()
 def test_steps_are_drawn_whole_and_as_a_ratio_to_the_step_without_privacy():
     def row(mode, estimator, schedule, tokens, peak):
         return {
+            "model": "a model",
             "mode": mode,
             "estimator": estimator,
             "schedule": schedule,
@@ -409,13 +410,13 @@ def test_steps_are_drawn_whole_and_as_a_ratio_to_the_step_without_privacy():
         )
         for tokens in (1024, 4096)
     ]
-    figure = plot_step_memory(step_rows({"metrics": {"steps": rows}}), "a model")
+    figure = plot_step_memory(step_rows({"metrics": {"rows": rows}}))
     peaks, ratios = figure.axes
     assert [line.get_ydata().tolist() for line in peaks.get_lines()] == [[2, 8], [3, 12]]
     assert [line.get_ydata().tolist() for line in ratios.get_lines()] == [[1, 1], [1.5, 1.5]]
     plt.close(figure)
     with pytest.raises(ValueError, match="no step without privacy"):
-        plot_step_memory(step_rows({"metrics": {"steps": rows[2:]}}), "a model")
+        plot_step_memory(step_rows({"metrics": {"rows": rows[2:]}}))
 
 
 def test_error_figure_shows_layers_their_sum_and_the_bound(tmp_path):

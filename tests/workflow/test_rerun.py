@@ -75,8 +75,11 @@ def test_editing_a_module_repeats_only_the_rules_that_use_it(finished_project):
     with changed_file(source, source.read_text() + "\n# edited\n"):
         jobs = finished_project.planned_jobs()
     counted = {"count_flops", "table_flops", "plot_flops_vs_tokens"}
-    timed = {"profile_layer", "table_layer_latency", "plot_layer_latency"}  # shares its LayerShape
-    assert jobs == dict.fromkeys({*counted, *timed, "compare_paper", "results_all"}, 1)
+    # Both import its LayerShape.
+    timed = {"profile_layer", "table_layer_latency", "plot_layer_latency"}
+    weighed = {"simulate_layer_memory", "table_layer_memory", "plot_layer_memory"}
+    changed = {*counted, *timed, *weighed, "compare_paper", "results_all"}
+    assert jobs == dict.fromkeys(changed, 1)
 
 
 def test_a_timed_layer_that_is_deleted_is_timed_again_and_no_other(finished_project):

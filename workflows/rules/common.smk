@@ -38,9 +38,11 @@ FIGURES = (
     "accuracy_vs_epsilon",
     "flops_vs_tokens",
     "layer_latency",
+    "layer_memory",
     "norm_error_vs_probes",
+    "step_memory",
 )
-TABLES = ("accuracy", "flops", "layer_latency")
+TABLES = ("accuracy", "flops", "layer_latency", "layer_memory")
 TABLES_AND_FIGURES = [
     *(
         f"results/figures/{name}.{suffix}"
@@ -124,6 +126,8 @@ def all_results():
     return [
         "results/summary/metrics.csv",
         "results/flops/layers.json",
+        "results/memory/layers.json",
+        "results/memory/steps.json",
         "results/norm_error/errors.json",
         *layer_profiles(),
         *separate_calibrations(),
@@ -153,14 +157,20 @@ def missing_files(wildcards):
 
 
 def command_options(settings):
-    """Write a mapping as options of a command: num_probes: [8, 16] becomes --num-probes 8,16."""
+    """Write a mapping as options of a command.
 
-    def text(value):
-        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    num_probes: [8, 16] becomes --num-probes 8,16; true becomes the bare option, false nothing.
+    """
 
-    return " ".join(
-        f"--{key.replace('_', '-')} {text(value)}" for key, value in settings.items()
-    )
+    def option(key, value):
+        name = f"--{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            return name if value else ""
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        return f"{name} {value}"
+
+    return " ".join(filter(None, (option(*item) for item in settings.items())))
 
 
 def calibration_options(wildcards):
@@ -252,6 +262,11 @@ def task_resource(name, default):
     return lambda wildcards: (
         config["tasks"][wildcards.task].get("resources", {}).get(name, default)
     )
+
+
+def with_layers(settings):
+    """Write layers as commands take them: [8192, 2048] becomes 8192x2048."""
+    return {**settings, "layers": [f"{d}x{p}" for d, p in settings["layers"]]}
 
 
 def layer_profile_options(wildcards):

@@ -156,6 +156,85 @@ rule plot_layer_latency:
         " --png {output.png} --pdf {output.pdf} > {log} 2>&1"
 
 
+rule plot_layer_memory:
+    input:
+        memory="results/memory/layers.json",
+    output:
+        png=report(
+            "results/figures/layer_memory.png",
+            caption="../report/layer_memory.rst",
+            category="Cost",
+        ),
+        pdf="results/figures/layer_memory.pdf",
+    log:
+        "results/logs/plot_layer_memory.log",
+    benchmark:
+        "results/benchmarks/plot_layer_memory.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.layer_memory"),
+    shell:
+        "python -m paper_figures.layer_memory --memory {input.memory}"
+        " --png {output.png} --pdf {output.pdf} > {log} 2>&1"
+
+
+rule table_layer_memory:
+    input:
+        memory="results/memory/layers.json",
+        paper="paper_figures/paper_values.csv",
+    output:
+        csv=report(
+            "results/tables/layer_memory.csv",
+            caption="../report/layer_memory.rst",
+            category="Cost",
+        ),
+        markdown="results/tables/layer_memory.md",
+    log:
+        "results/logs/table_layer_memory.log",
+    benchmark:
+        "results/benchmarks/table_layer_memory.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.layer_memory_table"),
+    shell:
+        "python -m paper_figures.layer_memory_table --memory {input.memory} --paper {input.paper}"
+        " --csv {output.csv} --markdown {output.markdown} > {log} 2>&1"
+
+
+rule plot_step_memory:
+    input:
+        memory="results/memory/steps.json",
+    output:
+        png=report(
+            "results/figures/step_memory.png",
+            caption="../report/step_memory.rst",
+            category="Cost",
+        ),
+        pdf="results/figures/step_memory.pdf",
+    log:
+        "results/logs/plot_step_memory.log",
+    benchmark:
+        "results/benchmarks/plot_step_memory.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.step_memory"),
+    shell:
+        "python -m paper_figures.step_memory --memory {input.memory}"
+        " --png {output.png} --pdf {output.pdf} > {log} 2>&1"
+
+
 rule plot_norm_error:
     input:
         errors="results/norm_error/errors.json",
@@ -189,6 +268,7 @@ rule compare_paper:
         flops="results/flops/layers.json",
         calibrations=separate_calibrations(),
         profiles=layer_profiles(),
+        memory="results/memory/layers.json",
     output:
         csv=report(
             "results/paper_comparison.csv",
@@ -212,4 +292,5 @@ rule compare_paper:
         "python -m paper_figures.compare_paper --configuration {params.configuration}"
         " --paper {input.paper} --metrics {input.metrics} --flops {input.flops}"
         " --calibrations {input.calibrations} --profiles {input.profiles}"
+        " --memory {input.memory}"
         " --csv {output.csv} --markdown {output.markdown} > {log} 2>&1"

@@ -11,15 +11,48 @@ rule count_flops:
     resources:
         mem_mb=2000,
     params:
-        options=command_options(
-            {
-                **config["flops"],
-                "layers": [f"{d}x{p}" for d, p in config["flops"]["layers"]],
-            }
-        ),
+        options=command_options(with_layers(config["flops"])),
         code=code_hash("dprc.profiling.flops"),
     shell:
         "dprc count-flops {params.options} --out {output.flops} > {log} 2>&1"
+
+
+rule simulate_layer_memory:
+    output:
+        memory="results/memory/layers.json",
+    log:
+        "results/logs/simulate_layer_memory.log",
+    benchmark:
+        "results/benchmarks/simulate_layer_memory.tsv"
+    conda:
+        "../../envs/training.yaml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+    params:
+        options=command_options(with_layers(config["memory"]["layers"])),
+        code=code_hash("dprc.profiling.layer_memory"),
+    shell:
+        "dprc simulate-memory {params.options} --out {output.memory} > {log} 2>&1"
+
+
+rule simulate_step_memory:
+    output:
+        memory="results/memory/steps.json",
+    log:
+        "results/logs/simulate_step_memory.log",
+    benchmark:
+        "results/benchmarks/simulate_step_memory.tsv"
+    conda:
+        "../../envs/training.yaml"
+    threads: 1
+    resources:
+        mem_mb=3000,
+    params:
+        options=command_options(config["memory"]["steps"]),
+        code=code_hash("dprc.profiling.memory"),
+    shell:
+        "dprc simulate-memory {params.options} --out {output.memory} > {log} 2>&1"
 
 
 rule profile_layer:
