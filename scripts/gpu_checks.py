@@ -72,7 +72,7 @@ def take_steps(
     """Train a small bfloat16 Llama, without privacy and with each estimator and schedule.
 
     Returns:
-        ``rows`` with ``step_seconds``, ``peak_memory_bytes`` over the model, ``epsilon`` and
+        ``rows`` with ``step_seconds``, ``peak_memory_bytes`` over the model and
         ``max_norm_error`` against the exact norms of the same batch.
 
     Raises:
@@ -130,7 +130,6 @@ def take_steps(
                 "peak_memory_bytes": peaks[name].allocated_bytes,
                 "device_peak_bytes": peaks[name].device_bytes,
                 "max_norm_error": error,
-                "epsilon": engines[name].epsilon(1e-5) if name in engines else None,
             }
         )
     return {"rows": rows}

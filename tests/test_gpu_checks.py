@@ -43,7 +43,7 @@ def test_training_compares_norms_and_notices_a_wrong_one(script, monkeypatch):
     assert len(rows) == 1 + 2 * 2
     assert rows["exact/book_keeping"]["max_norm_error"] < 1e-2
     assert 0 < rows["hutchinson/two_pass"]["max_norm_error"] < 1
-    assert rows["nonprivate"]["epsilon"] is None
+    assert rows["nonprivate"]["max_norm_error"] is None
 
     right = script._private_step
     norms = iter([1.0, 1.0])  # for the first engine, then for the second
