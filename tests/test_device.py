@@ -109,6 +109,8 @@ def test_other_processes_are_told_from_this_one(seen, others):
         (FakeNvml(used=9 << 30), "9.0 GiB of the device are in use by something else"),
         ("NVML does not answer: no", "would not be seen"),
     ],
+    # Not from the values: the number of this process differs between pytest's workers.
+    ids=["alone", "another process", "memory in use", "no answer"],
 )
 def test_a_device_in_use_is_not_exclusive(fake_cuda, nvml, reason):
     occupancy = check_occupancy(nvml, CUDA)
