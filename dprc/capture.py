@@ -28,6 +28,7 @@ from dprc.sites import (
     ScaleSite,
     Site,
     make_site,
+    retyped,
 )
 
 
@@ -366,7 +367,7 @@ class Capture:
         weight = module._parameters.get("weight")
         if site.weight is None or weight is None or weight.dim() != 2:
             return
-        shared = weight.detach().as_subclass(_SharedWeight)
+        shared = retyped(weight.detach(), _SharedWeight)
         common = (f"{site.path}.weight used elsewhere", self.receiver, site.weight, None)
         shared.__dict__.update(
             _parameter=weight,

@@ -4,13 +4,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from dprc.contributions import Contribution, VectorUse
 from dprc.precision import full_precision
+
+
+_Kind = TypeVar("_Kind", bound=torch.Tensor)
 
 
 class Receiver(Protocol):
@@ -150,3 +153,15 @@ def shadowed(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> It
         for name in values:
             del module.__dict__[name]
         module.__dict__.update(before)
+
+
+def retyped(tensor: torch.Tensor, kind: type[_Kind]) -> _Kind:
+    """Return a tensor of a subclass that stands for another tensor, which it does not hold.
+
+    The subclass must take the other in its place in every operation. Where it can, it has the same
+    content; a tensor that is of a subclass already (a simulation's fake tensor) cannot be retyped.
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor.as_subclass(kind)
+    with torch._C._DisableTorchDispatch():  # a plain tensor, whatever mode is active
+        return torch.empty(0).as_subclass(kind)

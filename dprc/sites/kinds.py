@@ -90,6 +90,8 @@ def _is_scaling(module: nn.Module) -> bool:
     if weight is None or weight.dim() != 1:
         return False
     x = _probe((2, 3, weight.shape[0]), weight)
+    # Not the module's own values: ones would hide a product, and a simulated model has none.
+    stand_in = _probe((5, weight.shape[0]), weight)[4]
     products: list[torch.Tensor] = []
 
     def multiply(factor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -98,8 +100,9 @@ def _is_scaling(module: nn.Module) -> bool:
 
     try:
         with torch.no_grad():
-            output = with_factor(module, multiply, (x,), {})
-            plain = type(module).forward(module, x)
+            output = with_factor(module, multiply, (x,), {}, stand_in)
+            with shadowed(module, {"weight": stand_in}):
+                plain = type(module).forward(module, x)
     except _NOT_THIS_KIND:
         return False
     return len(products) == 1 and output is products[0] and torch.equal(output, plain)

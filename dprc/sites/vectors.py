@@ -13,6 +13,7 @@ from dprc.sites.base import (
     Site,
     Tapper,
     detached,
+    retyped,
     shadowed,
     sole_argument,
     weight_of,
@@ -62,6 +63,7 @@ def rms_norm(module: Any, args: Any, kwargs: Any) -> torch.Tensor:
 class _Factor(torch.Tensor):
     """A weight that may only be multiplied with: the product goes through ``multiply_fn``."""
 
+    value: torch.Tensor
     multiply_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     @classmethod
@@ -70,9 +72,10 @@ class _Factor(torch.Tensor):
             factor, other = args if isinstance(args[0], cls) else reversed(args)
             if isinstance(factor, cls) and not isinstance(other, cls):
                 with torch._C.DisableTorchFunctionSubclass():
-                    return factor.__dict__["multiply_fn"](factor.as_subclass(torch.Tensor), other)
+                    return factor.__dict__["multiply_fn"](factor.__dict__["value"], other)
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype, device
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(args[0].__dict__["value"])
         raise TypeError(f"the weight of a norm layer met {func}, not a product")
 
 
@@ -84,10 +87,12 @@ def with_factor(
     multiply_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     args: Any,
     kwargs: Any,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the module's own forward, its product with the weight replaced."""
-    factor = weight_of(module).as_subclass(_Factor)
-    factor.__dict__["multiply_fn"] = multiply_fn
+    """Run the module's own forward, its product with the weight (or a stand-in) replaced."""
+    value = weight_of(module) if weight is None else weight
+    factor = retyped(value, _Factor)
+    factor.__dict__.update(value=value, multiply_fn=multiply_fn)
     with shadowed(module, {"weight": factor}):
         output: torch.Tensor = type(module).forward(module, *args, **kwargs)
     return output
