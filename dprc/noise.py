@@ -99,6 +99,14 @@ class Stream:
         generator.manual_seed(self._hash(position))
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
+    def add_normal_(self, total: torch.Tensor, position: Position, *, deviation: float) -> None:
+        """Add normal numbers of a standard deviation, those of ``normal``, in place."""
+        if total.device.type == "cpu" and total.dtype == torch.float32 and total.is_contiguous():
+            _add_by_chunk(total.view(-1).numpy(), deviation, self, position)
+            return
+        drawn = self.normal(tuple(total.shape), position, device=total.device, dtype=total.dtype)
+        total.add_(drawn, alpha=deviation)
+
     def fill_normal(
         self, numbers: npt.NDArray[np.float32], position: Position, *, chunk: int
     ) -> None:
@@ -225,12 +233,10 @@ def add_gaussian_noise_(
     """
     if standard_deviation == 0:
         return total
-    position = Position(step=step, parameter=parameter)
-    if total.device.type == "cpu" and total.dtype == torch.float32 and total.is_contiguous():
-        _add_by_chunk(total.view(-1).numpy(), standard_deviation, stream, position)
-        return total
-    noise = stream.normal(tuple(total.shape), position, device=total.device, dtype=total.dtype)
-    return total.add_(noise, alpha=standard_deviation)
+    stream.add_normal_(
+        total, Position(step=step, parameter=parameter), deviation=standard_deviation
+    )
+    return total
 
 
 def _add_by_chunk(
