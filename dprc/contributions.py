@@ -3,12 +3,13 @@
 From a contribution the norm pass takes each sample's norm and the total pass the sum over samples.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from dprc.estimators import Use
+from dprc.estimators.base import CONVERTED_TOKENS, Use
 from dprc.precision import work_dtype
 
 
@@ -57,9 +58,15 @@ def scale_rows(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MatrixUse:
-    """A use of a matrix: the gradient is leftᵀ right, transposed or not as the weight is stored."""
+    """A use of a matrix: the gradient is leftᵀ right, transposed or not as the weight is stored.
+
+    Args:
+        use: The factors.
+        factors: (B,) each sample's gradient is multiplied by its factor; None for 1.
+    """
 
     use: Use
+    factors: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -74,27 +81,50 @@ class MatrixUse:
     def masked(self, excluded: torch.Tensor) -> "MatrixUse":
         """Return the use with the excluded samples exactly zero."""
         left = self.use.left if self.use.by_ids else zero_rows(self.use.left, excluded)
-        return MatrixUse(Use(left, zero_rows(self.use.right, excluded)))
+        return MatrixUse(Use(left, zero_rows(self.use.right, excluded)), self.factors)
 
     def weighted(self, factors: torch.Tensor) -> "MatrixUse":
         """Return the use with each sample's gradient multiplied by its factor."""
-        left, right = self.use
-        if self.use.by_ids or right.shape[-1] <= left.shape[-1]:
-            return MatrixUse(Use(left, scale_rows(right, factors)))
-        return MatrixUse(Use(scale_rows(left, factors), right))
+        # Multiplied only where the total is formed: a scaled copy in full precision would add to
+        # the peak of book-keeping.
+        return MatrixUse(self.use, factors if self.factors is None else self.factors * factors)
 
     def add_total(self, total: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Add leftᵀ right, summed over samples and tokens."""
         dtype = work_dtype(like.dtype)
-        right = self.use.right.flatten(0, 1).to(dtype)
-        if self.use.by_ids:
-            table = torch.zeros_like(like, dtype=dtype) if total is None else total
-            return table.index_add_(0, self.use.left.flatten().long(), right)
-        left = self.use.left.flatten(0, 1).to(dtype)
-        if total is None:
-            return torch.mm(left.t(), right).view(like.shape)
-        total.view(total.shape[0], -1).addmm_(left.t(), right)
-        return total
+        if total is None and (self.use.by_ids or self.use.right.numel() == 0):
+            total = torch.zeros_like(like, dtype=dtype)
+        for left, right in self._blocks(dtype):
+            if self.use.by_ids and total is not None:
+                total.index_add_(0, left.long(), right)
+            elif total is None:
+                total = torch.mm(left.t(), right).view(like.shape)
+            else:
+                total.view(total.shape[0], -1).addmm_(left.t(), right)
+        return total if total is not None else torch.zeros_like(like, dtype=dtype)
+
+    def _blocks(
+        self, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # (t, rows) or ids (t,), (t, columns)
+        """Yield the weighted factors of all samples' tokens, low precision a block at a time."""
+        left, right = (factor.flatten(0, 1) for factor in self.use)
+        weights = None
+        if self.factors is not None:
+            each = self.factors.to(right.device, dtype)
+            weights = each.repeat_interleave(self.use.right.shape[1]).unsqueeze(1)
+        low = any(known != dtype for known in self.dtypes)
+        tokens = right.shape[0]
+        step = CONVERTED_TOKENS if low else max(tokens, 1)
+        for start in range(0, tokens, step):
+            rows = slice(start, start + step)
+            part = right[rows].to(dtype)
+            other = left[rows] if self.use.by_ids else left[rows].to(dtype)
+            if weights is None:
+                yield other, part
+            elif self.use.by_ids or part.shape[-1] <= other.shape[-1]:
+                yield other, part * weights[rows]
+            else:
+                yield other * weights[rows], part
 
 
 @dataclass(frozen=True)
