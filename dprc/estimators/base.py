@@ -38,6 +38,16 @@ def token_blocks(use: Use) -> Iterator[Use]:
         yield Use(left if use.by_ids else left.to(dtype), right)
 
 
+def converted(factor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield (tokens, factor of those) in a dtype: a block of tokens at a time where it differs."""
+    if factor.dtype == dtype or not factor.is_floating_point():
+        yield slice(None), factor
+        return
+    for start in range(0, factor.shape[1], CONVERTED_TOKENS):
+        tokens = slice(start, start + CONVERTED_TOKENS)
+        yield tokens, factor[:, tokens].to(dtype)
+
+
 def squared_sum(matrix: torch.Tensor) -> torch.Tensor:  # (B, …) -> (B,), overwrites matrix
     """Return the squared norm of each sample's part."""
     # sum() adds pairwise; vector_norm's running sum loses 1e-4 on large layers.

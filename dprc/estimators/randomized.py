@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dprc.accounting.scale import ScaleLaw, scale_law
-from dprc.estimators.base import Accumulation, Estimator, Use, squared_sum, token_blocks
+from dprc.estimators.base import Accumulation, Estimator, Use, converted, squared_sum
 from dprc.precision import work_dtype
 from dprc.sketch import BLOCK_ROWS, SketchSource
 
@@ -31,47 +31,43 @@ class _Projection(Accumulation):
         self._sketched: torch.Tensor | None = None  # (B, k, columns) or (B, k, rows)
 
     def _add(self, use: Use) -> None:
-        for part in token_blocks(use):
-            self._add_block(part)
-
-    def _add_block(self, use: Use) -> None:
-        if self._on_rows:
-            thin = self._project(use.left, self.rows, use.right)  # (B, T, k)
-            other = use.right
-        else:
-            thin = self._project(use.right, self.columns, use.right)
-            other = use.left
+        left, right = use
+        near, far, side = (
+            (left, right, self.rows) if self._on_rows else (right, left, self.columns)
+        )
+        dtype = work_dtype(right.dtype)
+        thin = right.new_zeros(self.batch, right.shape[1], self._num_probes, dtype=dtype)
+        self._project_(thin, near, side)
         if self._sketched is None:
             width = self.columns if self._on_rows else self.rows
-            shape = (self.batch, self._num_probes, width)
-            self._sketched = torch.zeros(shape, dtype=thin.dtype, device=thin.device)
-        if other.is_floating_point():
-            self._sketched.baddbmm_(thin.transpose(1, 2), other)
-        else:
-            index = other.long().unsqueeze(1).expand(-1, self._num_probes, -1)
-            self._sketched.scatter_add_(2, index, thin.transpose(1, 2))
+            self._sketched = thin.new_zeros(self.batch, self._num_probes, width)
+        for tokens, part in converted(far, dtype):
+            weights = thin[:, tokens].transpose(1, 2)
+            if part.is_floating_point():
+                self._sketched.baddbmm_(weights, part)
+            else:
+                index = part.long().unsqueeze(1).expand(-1, self._num_probes, -1)
+                self._sketched.scatter_add_(2, index, weights)
 
-    def _project(
-        self, factor: torch.Tensor, side: int, like: torch.Tensor
-    ) -> torch.Tensor:  # (B, T, side) or ids (B, T) -> (B, T, k)
-        batch, tokens = factor.shape[:2]
-        thin = like.new_zeros(batch, tokens, self._num_probes)
+    def _project_(
+        self, thin: torch.Tensor, factor: torch.Tensor, side: int
+    ) -> None:  # (B, T, k), (B, T, side) or ids (B, T)
+        # The blocks of the sketch outside, those of tokens inside: each number is drawn once.
         for block, probes in self._source.blocks(
-            side, self._num_probes, batch=batch, device=like.device, dtype=like.dtype
+            side, self._num_probes, batch=self.batch, device=thin.device, dtype=thin.dtype
         ):
             if factor.is_floating_point():
-                part = factor[..., block]
-                if probes.shape[0] == 1:
-                    thin += part @ probes[0]
-                else:
-                    thin.baddbmm_(part, probes)
+                for tokens, part in converted(factor[..., block], thin.dtype):
+                    if probes.shape[0] == 1:
+                        thin[:, tokens].add_(part @ probes[0])
+                    else:
+                        thin[:, tokens].baddbmm_(part, probes)
             else:
                 inside = (factor >= block.start) & (factor < block.stop)
                 sample, token = inside.nonzero(as_tuple=True)
                 row = factor[sample, token].long() - block.start
                 owner = sample if probes.shape[0] > 1 else torch.zeros_like(sample)
                 thin[sample, token] = probes[owner, row]
-        return thin
 
     def _finish(self) -> torch.Tensor:
         if self._sketched is None:

@@ -4,6 +4,7 @@ The engine, the losses and the optimizer are the real ones; only the tensors are
 here has to be kept in step with the engine, and a step of any size can be weighed anywhere.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -264,8 +265,21 @@ def simulate_step(config: Any, step: Step, *, numpy_draws: bool = False) -> Step
         meter.hold(tensors, label)
     ids = bench.ids(step.batch, step.tokens)
     meter.hold([ids], "inputs")
-    bench.take(ids, meter)
+    with _garbage_kept():
+        bench.take(ids, meter)
     return _weighed(step, meter.peak())
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Switch Python's cycle collector off: a run must not count on when it runs, and it is slow."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _weighed(step: Step, peak: Peak) -> StepMemory:
