@@ -16,8 +16,8 @@ import torch
 from dprc.noise import Position, Stream
 
 SKETCHES = ("per_sample", "shared")
-# Rows made at once: bounds the memory of a sketch of a vocabulary of any size.
-BLOCK_ROWS = 8192
+# Rows made at once: bounds the memory of a sketch, of a vocabulary of any size and at any k.
+BLOCK_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class SketchSource:
                     at = position._replace(sample=self.first_sample + sample + 1)
                     block[sample] = self.stream.normal(shape, at, device=device, dtype=dtype)
             yield slice(start, stop), block.mul_(num_probes**-0.5)
+            del block  # before the next one is made
 
     def of_parameter(self, parameter: int) -> "SketchSource":
         """Return the source of another parameter in the same micro-batch."""

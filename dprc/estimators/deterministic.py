@@ -189,6 +189,7 @@ class _Tiles(_KeptUses):
                 for part in token_blocks(Use(use.left[..., start:stop], use.right)):
                     tile.baddbmm_(part.left.transpose(1, 2), part.right)
             total += squared_sum(tile)
+            del tile  # before the next one is made
 
 
 @dataclass(frozen=True)

@@ -57,17 +57,17 @@ class _Projection(Accumulation):
             side, self._num_probes, batch=self.batch, device=thin.device, dtype=thin.dtype
         ):
             if factor.is_floating_point():
+                each = probes.expand(self.batch, -1, -1)
                 for tokens, part in converted(factor[..., block], thin.dtype):
-                    if probes.shape[0] == 1:
-                        thin[:, tokens].add_(part @ probes[0])
-                    else:
-                        thin[:, tokens].baddbmm_(part, probes)
+                    thin[:, tokens].baddbmm_(part, each)  # in place: no second (B, T, k)
+                del each
             else:
                 inside = (factor >= block.start) & (factor < block.stop)
                 sample, token = inside.nonzero(as_tuple=True)
                 row = factor[sample, token].long() - block.start
                 owner = sample if probes.shape[0] > 1 else torch.zeros_like(sample)
                 thin[sample, token] = probes[owner, row]
+            del probes  # before the next block is made
 
     def _finish(self) -> torch.Tensor:
         if self._sketched is None:
@@ -142,18 +142,24 @@ class _HeadAndTail(Accumulation):
         near, far = near.to(dtype), far.to(dtype)
         rank = min(self._estimator.head_rank or self._estimator.num_probes, side, width)
 
-        def times(probes: torch.Tensor) -> torch.Tensor:  # M·probes, M = farᵀ near
-            return far.transpose(1, 2) @ (near @ probes)
-
-        start = self._probes(rank, side, near, role=1)
-        powered = near.transpose(1, 2) @ (far @ times(start))  # (B, side, rank): Mᵀ M S
-        basis = torch.linalg.qr(powered).Q
+        # Each matrix as long as a side is dropped once it has served: they are the peak.
+        basis = torch.linalg.qr(self._powered(near, far, rank, side)).Q
         probes = self._probes(self._estimator.num_probes, side, near, role=0)
         probes = probes.expand(self.batch, -1, -1)
-        both = times(torch.cat([basis, probes], dim=2))  # one pass for head and tail
+        inner = basis.transpose(1, 2) @ probes
+        joined = torch.cat([basis, probes], dim=2)
+        del basis, probes
+        both = far.transpose(1, 2) @ (near @ joined)  # one pass for head and tail
+        del joined
         head, tail = both[..., :rank], both[..., rank:]
-        tail = tail - head @ (basis.transpose(1, 2) @ probes)
-        self._norms = squared_sum(tail) + head.flatten(1).square().sum(1)
+        tail.baddbmm_(head, inner, alpha=-1)
+        self._norms = squared_sum(tail) + squared_sum(head)
+
+    def _powered(
+        self, near: torch.Tensor, far: torch.Tensor, rank: int, side: int
+    ) -> torch.Tensor:  # (B, side, rank): Mᵀ M S with M = farᵀ near
+        start = self._probes(rank, side, near, role=1)
+        return near.transpose(1, 2) @ (far @ (far.transpose(1, 2) @ (near @ start)))
 
     def _probes(self, count: int, side: int, like: torch.Tensor, *, role: int) -> torch.Tensor:
         blocks = self._source.blocks(
@@ -207,12 +213,13 @@ class HutchPlusPlus(Estimator):
     def workspace_elements(
         self, batch: int, tokens: int, in_features: int, out_features: int
     ) -> int:
-        """Count the thin factor of head and tail, their products, basis and probes."""
+        """Count basis and probes, and either their copy side by side or what it is multiplied to."""
         rank = min(self.head_rank or self.num_probes, in_features, out_features)
         both = rank + self.num_probes
         on_rows = projects_rows(out_features, in_features, self.sketch)
         side, other = (out_features, in_features) if on_rows else (in_features, out_features)
-        return batch * (both * (tokens + other + side) + rank * side)
+        products = both * (side + max(side, tokens + other))
+        return batch * (products + rank * self.num_probes)
 
     def scale_law(self) -> ScaleLaw:
         """Return χ²_k/k of the tail's probes."""
