@@ -70,6 +70,10 @@ class MemoryMeter(TorchDispatchMode):
     Args:
         phase_fn: Names the phase at any moment.
         record_operators: Keep (operator, output shapes) of each operator in ``operators``.
+
+    Attributes:
+        storages: All that were seen, dead and alive.
+        operators: What ran, if it is recorded.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class MemoryMeter(TorchDispatchMode):
         self._record = record_operators
         self.operators: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
         self._known: dict[int, Storage] = {}  # by the address of the storage's implementation
-        self._storages: list[Storage] = []
+        self.storages: list[Storage] = []
         self._count = 0
         self._live = 0
         self._peak = (0, 0, "", "")  # bytes, operator number, phase, operator
@@ -100,7 +104,7 @@ class MemoryMeter(TorchDispatchMode):
         num_bytes, moment, phase, operator = self._peak
         alive = [
             storage
-            for storage in self._storages
+            for storage in self.storages
             if storage.born <= moment and (storage.died is None or storage.died > moment)
         ]
         return Peak(num_bytes, phase, operator, alive)
@@ -141,7 +145,7 @@ class MemoryMeter(TorchDispatchMode):
             size, operator, tuple(tensor.shape), self._phase_fn(), None, self._count
         )
         self._known[key] = storage
-        self._storages.append(storage)
+        self.storages.append(storage)
         weakref.finalize(memory, self._forget, key, storage).atexit = False
         self._live += storage.num_bytes
         if self._live > self._peak[0]:
