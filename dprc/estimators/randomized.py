@@ -213,13 +213,18 @@ class HutchPlusPlus(Estimator):
     def workspace_elements(
         self, batch: int, tokens: int, in_features: int, out_features: int
     ) -> int:
-        """Count basis and probes, and either their copy side by side or what it is multiplied to."""
+        """Count what lives at the largest of three moments.
+
+        Basis and probes and their copy side by side; that, its thin factor and their product; that
+        product and the part of it that is squared.
+        """
         rank = min(self.head_rank or self.num_probes, in_features, out_features)
         both = rank + self.num_probes
         on_rows = projects_rows(out_features, in_features, self.sketch)
         side, other = (out_features, in_features) if on_rows else (in_features, out_features)
-        products = both * (side + max(side, tokens + other))
-        return batch * (products + rank * self.num_probes)
+        widest = both + max(rank, self.num_probes)
+        moments = (2 * both * side, both * (side + tokens + other), widest * other)
+        return batch * (max(moments) + rank * self.num_probes)
 
     def scale_law(self) -> ScaleLaw:
         """Return χ²_k/k of the tail's probes."""

@@ -6,7 +6,7 @@ here has to be kept in step with the engine, and a step of any size can be weigh
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,9 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from dprc.engine import PrivacyEngine
+from dprc import estimators
+from dprc.engine import SCHEDULES, PrivacyEngine
 from dprc.losses import IGNORED, causal_lm_loss
-from dprc.profiling.meter import MemoryMeter, Peak, ShapesOnlyStream
+from dprc.profiling.meter import MemoryMeter, ShapesOnlyStream
+from dprc.profiling.presets import ModelShape
 from dprc.schedules import NormPass
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -104,6 +106,7 @@ class StepMemory:
         composition: Bytes at the peak: ``parameters``, ``optimizer_state``, ``gradients``,
             ``inputs``, ``activations`` (made by the forward pass) and ``workspace`` (the rest).
         largest: The largest tensors at the peak that are neither parameters nor state.
+        peak_by_phase: Most bytes at once within each phase.
     """
 
     step: Step
@@ -112,6 +115,7 @@ class StepMemory:
     operator: str
     composition: dict[str, int]
     largest: list[dict[str, Any]]
+    peak_by_phase: dict[str, int]
 
     def as_row(self) -> dict[str, Any]:
         """Return one flat row, as the result files hold it."""
@@ -122,6 +126,7 @@ class StepMemory:
             "peak_bytes": self.peak_bytes,
             "phase": self.phase,
             "operator": self.operator,
+            "peak_by_phase": self.peak_by_phase,
             **parts,
             "largest": self.largest,
         }
@@ -267,7 +272,7 @@ def simulate_step(config: Any, step: Step, *, numpy_draws: bool = False) -> Step
     meter.hold([ids], "inputs")
     with _garbage_kept():
         bench.take(ids, meter)
-    return _weighed(step, meter.peak())
+    return _weighed(step, meter)
 
 
 @contextmanager
@@ -282,7 +287,8 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
-def _weighed(step: Step, peak: Peak) -> StepMemory:
+def _weighed(step: Step, meter: MemoryMeter) -> StepMemory:
+    peak = meter.peak()
     composition = dict.fromkeys(
         ("parameters", "optimizer_state", "gradients", "inputs", "activations", "workspace"), 0
     )
@@ -295,7 +301,13 @@ def _weighed(step: Step, peak: Peak) -> StepMemory:
         for s in sorted(moving, key=lambda s: -s.num_bytes)[:5]
     ]
     return StepMemory(
-        step, peak.num_bytes, peak.phase, peak.operator, composition, largest
+        step,
+        peak.num_bytes,
+        peak.phase,
+        peak.operator,
+        composition,
+        largest,
+        {phase: size for phase, size in meter.peak_by_phase.items() if phase},
     )
 
 
@@ -354,3 +366,62 @@ def _whole_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
         logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
     )
     return each.view(ids.shape).sum(1) / (ids.shape[1] - 1)
+
+
+def mode_names() -> tuple[str, ...]:
+    """Return the names of the steps that ``model_rows`` knows."""
+    private = (f"{name}_{way}" for way in SCHEDULES for name in estimators.names())
+    return ("forward", "nonprivate", *private)
+
+
+def model_rows(
+    shape: ModelShape,
+    tokens: Iterable[int],
+    *,
+    modes: Sequence[str] | None = None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Simulate a model's steps, mode by mode.
+
+    Args:
+        shape: Of the model.
+        tokens: Sequence lengths.
+        modes: Of ``mode_names()``; None takes all. ``nonprivate`` is added, for the ratio.
+        **settings: Of ``Step``, the same for all.
+
+    Returns:
+        A row for each mode and length: ``StepMemory.as_row`` and ``model``, ``ratio_to_nonprivate``.
+
+    Raises:
+        ValueError: An unknown mode, or as ``simulate_step``.
+    """
+    known = mode_names()
+    wanted = known if modes is None else tuple(dict.fromkeys(["nonprivate", *modes]))
+    for mode in wanted:
+        if mode not in known:
+            raise ValueError(f"--modes: must be of {', '.join(known)}, got {mode!r}")
+    config = shape.config()
+    rows = []
+    for length in tokens:
+        memories = []
+        for mode in wanted:
+            plain = mode in ("forward", "nonprivate")
+            name, _, schedule = ("", "", SCHEDULES[0]) if plain else mode.partition("_")
+            step = Step(
+                tokens=length,
+                estimator=name or None,
+                schedule=schedule,
+                forward_only=mode == "forward",
+                **settings,
+            )
+            memories.append(simulate_step(config, step))
+        reference = next(m for m in memories if m.step.name == "nonprivate").peak_bytes
+        rows += [
+            {
+                "model": shape.name,
+                **memory.as_row(),
+                "ratio_to_nonprivate": memory.peak_bytes / reference,
+            }
+            for memory in memories
+        ]
+    return rows

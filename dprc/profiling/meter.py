@@ -74,6 +74,7 @@ class MemoryMeter(TorchDispatchMode):
     Attributes:
         storages: All that were seen, dead and alive.
         operators: What ran, if it is recorded.
+        peak_by_phase: Most bytes that lived when something was allocated in a phase.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class MemoryMeter(TorchDispatchMode):
         self._count = 0
         self._live = 0
         self._peak = (0, 0, "", "")  # bytes, operator number, phase, operator
+        self.peak_by_phase: dict[str, int] = {}
         self._paused = False
 
     @classmethod
@@ -148,6 +150,8 @@ class MemoryMeter(TorchDispatchMode):
         self.storages.append(storage)
         weakref.finalize(memory, self._forget, key, storage).atexit = False
         self._live += storage.num_bytes
+        if self._live > self.peak_by_phase.get(storage.phase, 0):
+            self.peak_by_phase[storage.phase] = self._live
         if self._live > self._peak[0]:
             self._peak = (self._live, self._count, storage.phase, operator or "")
         return storage
