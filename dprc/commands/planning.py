@@ -147,8 +147,8 @@ def _in_words(plan: dict[str, Any]) -> str:
     for name, row in plan["peaks"].items():
         note = "" if row["extrapolated_from"] is None else "  (from fewer layers or samples)"
         lines.append(
-            f"  {name:<13}{row['peak_bytes'] / 2**30:>8.2f} GiB {row['ratio_to_nonprivate']:>6.2f} x"
-            f"  in {row['phase']}{note}"
+            f"  {name:<13}{row['peak_bytes'] / 2**30:>8.2f} GiB "
+            f"{row['ratio_to_nonprivate']:>6.2f} x  in {row['phase']}{note}"
         )
     lines += ["  without " + "; ".join(plan["excluded"]), "  for " + plan["notes"][0], ""]
     return "\n".join([*lines, _advice(plan["recommendation"])])
@@ -190,10 +190,13 @@ def _simulate(arguments: argparse.Namespace) -> None:
         else _model_rows(arguments, tokens, probes)
     )
     if arguments.out:
+        from datetime import UTC, datetime
+
         from dprc.results import write_result
 
+        metrics = {"rows": rows, "date": datetime.now(UTC).date().isoformat()}
         config = {k: v for k, v in vars(arguments).items() if k not in ("run", "out", "json")}
-        write_result(arguments.out, config=config, metrics={"rows": rows}, privacy=None)
+        write_result(arguments.out, config=config, metrics=metrics, privacy=None)
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=2))
     if not (arguments.json or arguments.out):

@@ -32,9 +32,7 @@ class _Projection(Accumulation):
 
     def _add(self, use: Use) -> None:
         left, right = use
-        near, far, side = (
-            (left, right, self.rows) if self._on_rows else (right, left, self.columns)
-        )
+        near, far, side = (left, right, self.rows) if self._on_rows else (right, left, self.columns)
         dtype = work_dtype(right.dtype)
         thin = right.new_zeros(self.batch, right.shape[1], self._num_probes, dtype=dtype)
         self._project_(thin, near, side)

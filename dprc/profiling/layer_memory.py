@@ -155,9 +155,7 @@ def layer_rows(
                         memory.workspace_bytes, in_place.workspace_bytes
                     ),
                     "saving_including_inputs": _saving(memory.peak_bytes, in_place.peak_bytes),
-                    "saving_including_inputs_copied": _saving(
-                        memory.peak_bytes, copied.peak_bytes
-                    ),
+                    "saving_including_inputs_copied": _saving(memory.peak_bytes, copied.peak_bytes),
                     "saving_token_workspace": _saving(
                         memory.token_workspace_bytes, in_place.workspace_bytes
                     )

@@ -144,8 +144,8 @@ class Workbench:
     def __init__(self, config: Any, step: Step, mode: FakeTensorMode | None) -> None:
         self._step, self._mode = step, mode
         self.phase = ""
+        self.model = _build(config, step, mode)
         with self._tensors():
-            self.model = _build(config, step)
             trained = [p for p in self.model.parameters() if p.requires_grad]
             self.optimizer: torch.optim.Optimizer = (
                 torch.optim.SGD(trained, lr=1e-6)
@@ -311,24 +311,47 @@ def _weighed(step: Step, meter: MemoryMeter) -> StepMemory:
     )
 
 
-def _build(config: Any, step: Step) -> Any:
+def _build(config: Any, step: Step, mode: FakeTensorMode | None) -> Any:
+    """Make the model, of fake tensors where there is a mode."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     # The name has no mask function: on fake tensors transformers would else build a (T, T) mask
     # where on real ones, without padding, it leaves causality to the attention kernel.
     AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa_without_mask", dtype=DTYPES[step.dtype]
-    ).train()
-    if step.lora_rank is not None:
-        import peft
+    with nullcontext() if mode is None else torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa_without_mask", dtype=DTYPES[step.dtype]
+        ).train()
+        if step.lora_rank is not None:
+            import peft
 
-        lora = peft.LoraConfig(r=step.lora_rank, target_modules="all-linear", lora_dropout=0.0)
-        model = peft.get_peft_model(model, lora)
+            lora = peft.LoraConfig(r=step.lora_rank, target_modules="all-linear", lora_dropout=0.0)
+            model = peft.get_peft_model(model, lora)
+    if mode is not None:
+        _make_fake(model, mode)
     if step.checkpointing:
         model.activation_checkpointing_enable()
     return model
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace what is on the meta device by fake CPU tensors; what was tied stays tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    with mode:
+                        fake = torch.empty_like(tensor, device="cpu")
+                    made[id(tensor)] = (
+                        nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else fake
+                    )
+                held[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
 def _make_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
@@ -390,7 +413,7 @@ def model_rows(
         **settings: Of ``Step``, the same for all.
 
     Returns:
-        A row for each mode and length: ``StepMemory.as_row`` and ``model``, ``ratio_to_nonprivate``.
+        A row for each mode and length: ``model``, ``StepMemory.as_row``, ``ratio_to_nonprivate``.
 
     Raises:
         ValueError: An unknown mode, or as ``simulate_step``.

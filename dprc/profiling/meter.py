@@ -64,7 +64,7 @@ class Peak:
     alive: list[Storage] = field(repr=False)
 
 
-class MemoryMeter(TorchDispatchMode):
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live bytes while it is entered.
 
     Args:
@@ -80,7 +80,7 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(
         self, phase_fn: Callable[[], str] = lambda: "", *, record_operators: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._phase_fn = phase_fn
         self._record = record_operators
         self.operators: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
@@ -114,11 +114,11 @@ class MemoryMeter(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count new storages as nothing: for memory that the real run takes elsewhere."""
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,9 +143,7 @@ class MemoryMeter(TorchDispatchMode):
             return self._known[key]
         operator = None if func is None else str(func)
         size = 0 if self._paused else memory.nbytes()
-        storage = Storage(
-            size, operator, tuple(tensor.shape), self._phase_fn(), None, self._count
-        )
+        storage = Storage(size, operator, tuple(tensor.shape), self._phase_fn(), None, self._count)
         self._known[key] = storage
         self.storages.append(storage)
         weakref.finalize(memory, self._forget, key, storage).atexit = False
@@ -164,7 +162,7 @@ class MemoryMeter(TorchDispatchMode):
 
 
 def _in_place_outside_of_simulations(first: Any, second: Any, *_: Any) -> bool:
-    """Tell whether autograd adds two gradients that meet, and would do so in place on plain tensors.
+    """Tell whether autograd adds two gradients that meet, in place if the tensors were plain.
 
     It does where nobody else holds the first one, but never while a dispatch mode is active.
     """
@@ -177,7 +175,8 @@ def _in_place_outside_of_simulations(first: Any, second: Any, *_: Any) -> bool:
         return False
     # Besides autograd's buffer, the call itself holds the tensor three times and its storage once.
     memory = first.untyped_storage()
-    return first._use_count() <= 4 and torch._C._storage_Use_Count(memory._cdata) <= 2
+    held: int = first._use_count()  # type: ignore[attr-defined]
+    return held <= 4 and torch._C._storage_Use_Count(memory._cdata) <= 2
 
 
 def answer(func: Any, args: Any, kwargs: Any) -> Any:
@@ -209,7 +208,7 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
         memory = tensor.untyped_storage()._cdata
         return memory, tensor.storage_offset(), tensor.shape, tensor.stride()
 
-    return place(first) == place(second)
+    return bool(place(first) == place(second))
 
 
 def _unique(

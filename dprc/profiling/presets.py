@@ -151,7 +151,9 @@ class ModelShape:
         try:
             config = CONFIG_MAPPING[kind](**settings)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"--model: {self.name}: not a usable configuration: {error}") from error
+            raise ValueError(
+                f"--model: {self.name}: not a usable configuration: {error}"
+            ) from error
         for name in vars(config):
             if "dropout" in name or name.endswith("_pdrop"):
                 setattr(config, name, 0.0)

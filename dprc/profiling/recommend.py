@@ -101,7 +101,7 @@ def matrices(config: Any) -> tuple[list[dict[str, Any]], int]:
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for row in [] if bench.engine is None else bench.engine.plan():
         kinds = row["captured_as"].split("+")
-        if not {"linear", "transposedlinear"} & set(kinds):
+        if len(row["shape"]) != 2 or not {"linear", "transposedlinear"} & set(kinds):
             continue
         first, second = row["shape"]
         key = (first, second) if "transposedlinear" in kinds else (second, first)
@@ -250,9 +250,7 @@ def _choose_schedule(
     config: Any, private: Step, memory_bytes: int | None, peaks: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """Take the fastest way whose memory holds at least one sample, and as many as fit."""
-    known = {
-        replace(private, schedule=name): peaks[name] for name in ("two_pass", "book_keeping")
-    }
+    known = {replace(private, schedule=name): peaks[name] for name in ("two_pass", "book_keeping")}
 
     def peak(step: Step) -> int:
         if step not in known:

@@ -12,7 +12,6 @@ from torch import nn
 from dprc.contributions import Contribution, VectorUse
 from dprc.precision import full_precision
 
-
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 
 
