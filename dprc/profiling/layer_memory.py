@@ -193,7 +193,7 @@ def _variants(
             for sketch in kinds:
                 estimator = estimators.get(name, num_probes=count, sketch=sketch)
                 for projection in ("by_block", "whole"):
-                    variant = {
+                    options: dict[str, Any] = {
                         "estimator": name,
                         "convention": "in_place",
                         "num_probes": count,
@@ -202,6 +202,6 @@ def _variants(
                     }
                     whole = projection == "whole"
                     yield (
-                        variant,
+                        options,
                         layer_memory(estimator, shape, dtype=dtype, whole_projection=whole),
                     )

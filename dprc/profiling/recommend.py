@@ -90,8 +90,8 @@ def matrices(config: Any) -> tuple[list[dict[str, Any]], int]:
     """Return the shapes of a model's linear layers and its number of trained parameters.
 
     Returns:
-        Rows with ``in_features``, ``out_features``, ``count`` and ``example`` (a name), in the order
-        of the model; and the number of parameters.
+        Rows with ``in_features``, ``out_features``, ``count`` and ``example`` (a name), in the
+        model's order; and the number of parameters.
     """
     bench = Workbench(
         config,
