@@ -33,6 +33,19 @@ def test_help_fits_a_screen_and_has_an_example(command, capsys):
         (["train", "--config", "missing.yaml", "--out", "x"], "missing.yaml"),
         (["count-flops", "--layers", "8192", "--tokens", "4"], "--layers: each must be INxOUT"),
         (["count-flops", "--layers", "8x2", "--tokens", "0"], "--tokens: .* got '0'"),
+        (["plan", "--model", "gpt5", "--tokens", "9", "--batch", "1"], "--model: .* got 'gpt5'"),
+        (["plan", "--model", "gpt2", "--tokens", "9", "--batch", "0"], "--batch: .* got 0"),
+        (["plan", "--model", "gpt2", "--tokens", "1", "--batch", "1"], "tokens: .* got 1"),
+        (
+            ["plan", "--model", "gpt2", "--tokens", "9", "--batch", "1", "--memory", "80 bananas"],
+            "--memory: must be a size such as 80GiB or 24GB, got '80 bananas'",
+        ),
+        (
+            ["plan", "--model", "gpt2", "--tokens", "9", "--batch", "1", "--epsilon", "2"],
+            "--epsilon, --delta, --sample-rate and --steps",
+        ),
+        (["simulate-memory", "--tokens", "9"], "--layers or --model"),
+        (["simulate-memory", "--layers", "9", "--tokens", "9"], "--layers: each must be INxOUT"),
         (["prepare-model", "--preset", "tiny-llama", "--heads", "3", "--out", "x"], "heads: "),
     ],
 )

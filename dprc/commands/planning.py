@@ -69,13 +69,12 @@ def _add_model(parser: Any, *, required: bool = True) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as ``80GiB``, ``24GB`` or ``1e9``.
+    """Return the bytes of a size such as ``80GiB``, ``24GB`` or ``1000000``.
 
     Raises:
         ValueError: Not such a size.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([KMGT]?I?B?)\s*", text.upper()
-                         .replace("E", "e"))  # fmt: skip
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?I?B?)", text.strip().upper())
     unit = None if match is None else match[2]
     if match is None or unit not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f"--memory: must be a size such as 80GiB or 24GB, got {text!r}")

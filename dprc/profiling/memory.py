@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.nn import functional as F
 
 from dprc import estimators
@@ -271,7 +275,13 @@ def simulate_step(config: Any, step: Step, *, numpy_draws: bool = False) -> Step
     ids = bench.ids(step.batch, step.tokens)
     meter.hold([ids], "inputs")
     with _garbage_kept():
-        bench.take(ids, meter)
+        try:
+            bench.take(ids, meter)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"--model: a step of {config.model_type} depends on values in {error.func}, so its "
+                "memory cannot be simulated"
+            ) from error
     return _weighed(step, meter)
 
 
@@ -320,9 +330,15 @@ def _build(config: Any, step: Step, mode: FakeTensorMode | None) -> Any:
     # where on real ones, without padding, it leaves causality to the attention kernel.
     AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
     with nullcontext() if mode is None else torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa_without_mask", dtype=DTYPES[step.dtype]
-        ).train()
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="sdpa_without_mask", dtype=DTYPES[step.dtype]
+            ).train()
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"--model: {config.model_type} cannot be built from this configuration: {reason}"
+            ) from error
         if step.lora_rank is not None:
             import peft
 

@@ -150,10 +150,8 @@ class ModelShape:
             settings.pop(name, None)
         try:
             config = CONFIG_MAPPING[kind](**settings)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"--model: {self.name}: not a usable configuration: {error}"
-            ) from error
+        except Exception as error:  # each architecture refuses settings in its own way
+            raise ValueError(f"--model: {self.name}: {_one_line(error)}") from error
         for name in vars(config):
             if "dropout" in name or name.endswith("_pdrop"):
                 setattr(config, name, 0.0)
@@ -166,6 +164,10 @@ class ModelShape:
         """Positions that the model was made for; None where it does not say."""
         value = self.settings.get("max_position_embeddings", self.settings.get("n_positions"))
         return value if isinstance(value, int) else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def load_shape(name_or_path: str) -> ModelShape:
