@@ -237,12 +237,11 @@ class TestLayer:
         assert row["saving_including_inputs_copied"] == pytest.approx(0.44, abs=0.005)
         assert rows["exact", None, None]["saving_excluding_inputs"] == pytest.approx(0, abs=1e-6)
 
-    @pytest.mark.parametrize("name", estimators.names())
+    # Not hutchpp: LAPACK's QR takes scratch that no dispatcher sees.
+    @pytest.mark.parametrize("name", ["exact", "ghost", "tiled", "hutchinson"])
     @pytest.mark.parametrize("sketch", ["shared", "per_sample"])
     @pytest.mark.parametrize("shape", [LayerShape(640, 96, 50, batch=3), LayerShape(96, 640, 300)])
     def test_the_workspace_is_what_the_allocator_hands_out(self, name, sketch, shape):
-        if name == "hutchpp":
-            pytest.skip("LAPACK's QR takes scratch that no dispatcher sees")
         estimator = estimators.get(name, num_probes=8, sketch=sketch)
         left = torch.randn(shape.batch, shape.tokens, shape.in_features)
         right = torch.randn(shape.batch, shape.tokens, shape.out_features)
@@ -303,8 +302,11 @@ class TestPresets:
 
 class TestModel:
     def test_attention_is_linear_in_the_tokens(self):
-        config = small(num_attention_heads=32, num_key_value_heads=32)
-        peaks = [simulate_step(config, step(tokens=t)).peak_bytes for t in (1024, 2048, 4096)]
+        config = small(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=32)
+        many = {"loss": "full", "forward_only": True}
+        peaks = [
+            simulate_step(config, step(tokens=t, **many)).peak_bytes for t in (1024, 2048, 4096)
+        ]
         first, second = peaks[1] - peaks[0], peaks[2] - peaks[1]
         assert second == pytest.approx(2 * first, rel=0.02)
 
@@ -332,18 +334,18 @@ class TestModel:
     @pytest.mark.parametrize(
         "wanted",
         [
-            step(estimator="hutchinson", checkpointing=True, tokens=64),
-            step(estimator="exact", schedule="book_keeping", tokens=64, optimizer="adamw"),
+            step(estimator="hutchinson", checkpointing=True, tokens=32),
+            step(estimator="exact", schedule="book_keeping", tokens=32, optimizer="sgd"),
         ],
     )
     def test_a_deep_models_peak_follows_from_two_shallow_ones(self, wanted):
-        config = small(num_hidden_layers=7)
+        config = small(num_hidden_layers=5)
         found = step_peak(config, wanted)
         assert found["extrapolated_from"] == {"layers": [2, 4]}
         assert found["peak_bytes"] == simulate_step(config, wanted).peak_bytes
 
     def test_a_large_batchs_peak_follows_from_two_small_ones(self):
-        wanted = step(batch=24, tokens=32, estimator="hutchinson")
+        wanted = step(batch=20, tokens=16, estimator="hutchinson")
         found = step_peak(small(), wanted)
         assert found["extrapolated_from"] == {"batch": [8, 16]}
         assert found["peak_bytes"] == simulate_step(small(), wanted).peak_bytes

@@ -144,7 +144,7 @@ def _in_words(plan: dict[str, Any]) -> str:
         lines.append(f"{layer:<16}{row['count']:>6}{costs}")
     lines += ["", "Peak memory of a step" + (", checkpointing" if plan["checkpointing"] else "")]
     for name, row in plan["peaks"].items():
-        note = "" if row["extrapolated_from"] is None else "  (from fewer layers or samples)"
+        note = "" if row["extrapolated_from"] is None else "  (extrapolated)"
         lines.append(
             f"  {name:<13}{row['peak_bytes'] / 2**30:>8.2f} GiB "
             f"{row['ratio_to_nonprivate']:>6.2f} x  in {row['phase']}{note}"

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dprc import estimators
 from dprc.accounting import planner
+from dprc.estimators.deterministic import TILE_ROWS
 from dprc.profiling.flops import LayerShape
 from dprc.profiling.layer_memory import layer_memory
 from dprc.profiling.memory import EXCLUDED, Step, Workbench, simulate_step
@@ -16,7 +17,8 @@ from dprc.profiling.presets import ModelShape
 
 # A deeper model is weighed at these two depths: each phase's peak is affine in the depth.
 DEPTHS = (2, 4)
-# A larger batch is weighed at these two sizes, for the same reason.
+# A larger batch is weighed at these two sizes, for the same reason. Longer samples are not: which
+# moment is a phase's peak changes with the length.
 BATCHES = (8, 16)
 
 
@@ -42,7 +44,7 @@ def step_peak(config: Any, step: Step) -> dict[str, Any]:
 
     Returns:
         ``peak_bytes``, ``phase``, and ``extrapolated_from``: None if the step itself was simulated,
-        else what was. Each phase's peak is taken to be affine in depth and in batch size.
+        else what was. Each phase's peak is taken to be affine in each.
     """
     if step.batch > BATCHES[-1]:
         low, high = (step_peak(config, replace(step, batch=batch)) for batch in BATCHES)
@@ -127,7 +129,9 @@ def layer_table(
         for name in estimators.names():
             estimator = estimators.get(name, num_probes=num_probes, sketch=sketch)
             flops = estimator.flops(batch, tokens, layer.in_features, layer.out_features)
-            memory = layer_memory(estimator, layer, dtype=dtype)
+            # All tiles are alike: a few stand for those of a vocabulary.
+            few = min(layer.out_features, 4 * TILE_ROWS) if name == "tiled" else layer.out_features
+            memory = layer_memory(estimator, replace(layer, out_features=few), dtype=dtype)
             costs[name] = {"flops": flops, "workspace_bytes": memory.workspace_bytes}
         rows.append({**shape, "estimators": costs})
     return rows
