@@ -177,6 +177,23 @@ class TestMeter:
 
         assert peak(keep=True) == 3 * peak(keep=False)
 
+    def test_gradients_that_meet_are_added_in_place_as_without_a_mode(self):
+        size = 10_000
+
+        def backward(make):
+            weights = [make(size) for _ in range(4)]
+            x = make(size).requires_grad_()
+            middle = x * 2
+            losses = [(middle * weight).sum() for weight in weights]
+            return lambda: torch.autograd.grad(losses, x)
+
+        real = allocator_peak(backward(torch.randn))
+        with FakeTensorMode():
+            run = backward(torch.empty)
+            with MemoryMeter() as meter:
+                run()
+        assert meter.peak().num_bytes == pytest.approx(real, rel=0.01)
+
     def test_tensors_of_before_count_under_their_label(self):
         weights = torch.empty(100)
         meter = MemoryMeter()
