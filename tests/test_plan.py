@@ -58,14 +58,15 @@ class TestFit:
         assert chosen["peak_bytes"] <= limit
 
     def test_checkpointing_is_what_is_left(self):
-        config = MODEL.config()
+        deep = ModelShape("deep", MODEL.settings | {"num_hidden_layers": 4})
+        config = deep.config()
         one = Step(tokens=512, estimator="hutchinson")
         kept = simulate_step(config, one).peak_bytes
         recomputed = simulate_step(
             config, Step(tokens=512, estimator="hutchinson", checkpointing=True)
         ).peak_bytes
         assert recomputed < kept
-        chosen = plan(memory_bytes=recomputed)["recommendation"]
+        chosen = make_plan(deep, tokens=512, batch=4, memory_bytes=recomputed)["recommendation"]
         assert (chosen["schedule"], chosen["checkpointing"]) == ("two_pass", True)
         assert (chosen["physical_batch"], chosen["peak_bytes"]) == (1, recomputed)
 

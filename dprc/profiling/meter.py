@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from dprc.noise import Position, Stream
 
 aten = torch.ops.aten
+# Marks a fake truth value that is taken for true somewhere.
+_SOME = "dprc_some_are_true"
 # What torch wraps around a dispatch mode.
 _WRAPPERS = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
 
@@ -183,8 +185,9 @@ def answer(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator; what depends on values that a fake tensor lacks is answered for the worst.
 
     The values asked for in a training step are: is a sample excluded, does it reach another's rows
-    (no), how many were clipped (none), which ids differ (all), which rows of an embedding lie in a
-    block (all). Two fake tensors are equal where they are the same memory.
+    (no), is any clip factor not 1 (yes), how many were clipped (none), which ids differ (all),
+    which rows of an embedding lie in a block (all). Two fake tensors are equal where they are the
+    same memory.
     """
     first = args[0] if args else None
     if isinstance(first, FakeTensor):
@@ -194,12 +197,15 @@ def answer(func: Any, args: Any, kwargs: Any) -> Any:
             # As the fake mode does in the end, without its bookkeeping: a third of the time.
             with in_kernel_invocation_manager(first.fake_mode):
                 return FakeTensor(first.fake_mode, func(*args, **kwargs), first.fake_device)
-    return func(*args, **kwargs)
+    output = func(*args, **kwargs)
+    if func is aten.ne.Scalar or (func is aten.any.default and hasattr(first, _SOME)):
+        setattr(output, _SOME, True)
+    return output
 
 
 def _scalar(tensor: torch.Tensor) -> bool | int | float:
     if tensor.dtype == torch.bool:
-        return False
+        return hasattr(tensor, _SOME)
     return 1.0 if tensor.is_floating_point() else 0
 
 
