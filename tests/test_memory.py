@@ -118,7 +118,7 @@ def test_more_peaks_are_what_the_allocator_hands_out(place, options, wanted):
 
 
 @pytest.mark.parametrize("estimator", [None, "hutchinson"])
-@pytest.mark.parametrize("model", ["llama", "qwen2"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_fake_and_real_steps_run_the_same_operators(estimator, model):
     config, wanted = small(model_type=model), step(estimator=estimator)
 
@@ -352,6 +352,7 @@ class TestModel:
         with pytest.raises(ValueError, match=next(iter(options))):
             step(**options)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "wanted",
         [
@@ -365,6 +366,7 @@ class TestModel:
         assert found["extrapolated_from"] == {"layers": [2, 4]}
         assert found["peak_bytes"] == simulate_step(config, wanted).peak_bytes
 
+    @pytest.mark.slow
     def test_a_large_batchs_peak_follows_from_two_small_ones(self):
         wanted = step(batch=20, tokens=16, estimator="hutchinson")
         found = step_peak(small(), wanted)

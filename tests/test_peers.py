@@ -29,6 +29,7 @@ def test_every_mode_is_measured_and_its_norms_are_right(capsys):
             assert 1e-5 < row["max_norm_error"] < 0.5, name
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_step_over_the_model():
     small, large = (peers._peak_bytes("nonprivate", tokens) for tokens in (256, 768))
     activations = 2 * 4 * 512 * peers.VOCABULARY * peers.BATCH  # logits and their gradient

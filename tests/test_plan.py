@@ -57,6 +57,7 @@ class TestFit:
         assert chosen["schedule"] == "book_keeping"
         assert chosen["peak_bytes"] <= limit
 
+    @pytest.mark.slow
     def test_checkpointing_is_what_is_left(self):
         deep = ModelShape("deep", MODEL.settings | {"num_hidden_layers": 4})
         config = deep.config()
@@ -70,6 +71,7 @@ class TestFit:
         assert (chosen["schedule"], chosen["checkpointing"]) == ("two_pass", True)
         assert (chosen["physical_batch"], chosen["peak_bytes"]) == (1, recomputed)
 
+    @pytest.mark.slow
     def test_a_model_that_does_not_fit_is_said_so(self):
         chosen = plan(memory_bytes=10**6)["recommendation"]
         assert (chosen["fits"], chosen["physical_batch"]) == (False, None)
