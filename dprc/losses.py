@@ -82,10 +82,10 @@ def causal_lm_loss(
         )
     targets = labels[:, 1:]
     total = _full(hidden).new_zeros(hidden.shape[0])
-    for start in range(0, targets.shape[1], chunk_tokens):
-        part = slice(start, min(start + chunk_tokens, targets.shape[1]))
-        loss_fn = _ChunkLoss(head, post_head_fn, targets[:, part])
-        total = total + _recomputed(loss_fn, hidden[:, part])
+    # Split, not sliced: each slice would send back a gradient as long as the text.
+    parts = (torch.split(whole, chunk_tokens, dim=1) for whole in (hidden[:, :-1], targets))
+    for chunk, wanted in zip(*parts, strict=True):
+        total = total + _recomputed(_ChunkLoss(head, post_head_fn, wanted), chunk)
     return total / (targets != IGNORED).sum(1).clamp(min=1)
 
 

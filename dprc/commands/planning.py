@@ -6,6 +6,8 @@ import re
 import sys
 from typing import Any
 
+from dprc.commands.options import counts, stay_offline
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KIB": 2**10,
     "MIB": 2**20,
@@ -81,19 +83,6 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-def _counts(name: str, text: str, separator: str = ",") -> list[int]:
-    parts = text.split(separator)
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name}: must be whole numbers above 0, got {text!r}")
-    return [int(part) for part in parts]
-
-
-def _offline() -> None:
-    import os
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
 def _plan(arguments: argparse.Namespace) -> None:
     for name in ("tokens", "batch"):
         if getattr(arguments, name) < 1:
@@ -102,7 +91,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     target = (arguments.epsilon, arguments.delta, arguments.sample_rate, arguments.steps)
     if any(value is not None for value in target) and None in target:
         raise ValueError("--epsilon, --delta, --sample-rate and --steps: give all four, or none")
-    _offline()
+    stay_offline()
 
     from dprc.profiling.presets import load_shape
     from dprc.profiling.recommend import Target, make_plan
@@ -178,11 +167,11 @@ def _advice(chosen: dict[str, Any]) -> str:
 def _simulate(arguments: argparse.Namespace) -> None:
     if (arguments.layers is None) == (arguments.model is None):
         raise ValueError("--layers or --model: give one of the two")
-    tokens = _counts("--tokens", arguments.tokens)
-    probes = _counts("--num-probes", arguments.num_probes)
+    tokens = counts("--tokens", arguments.tokens)
+    probes = counts("--num-probes", arguments.num_probes)
     if arguments.batch < 1:
         raise ValueError(f"--batch: must be at least 1, got {arguments.batch}")
-    _offline()
+    stay_offline()
     rows = (
         _layer_rows(arguments, tokens, probes)
         if arguments.layers is not None
@@ -206,7 +195,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
 def _layer_rows(
     arguments: argparse.Namespace, tokens: list[int], probes: list[int]
 ) -> list[dict[str, Any]]:
-    layers = [_counts("--layers", layer, "x") for layer in arguments.layers.split(",")]
+    layers = [counts("--layers", layer, "x") for layer in arguments.layers.split(",")]
     for layer in layers:
         if len(layer) != 2:
             raise ValueError(f"--layers: each must be INxOUT, got {arguments.layers!r}")

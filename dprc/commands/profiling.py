@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dprc.commands.options import counts
+
 
 def add_parsers(subparsers: Any) -> None:
     """Add the parsers of this group."""
@@ -111,20 +113,13 @@ def _add_compare_peers(subparsers: Any) -> None:
     peers.set_defaults(run=_compare_peers)
 
 
-def _counts(name: str, text: str, separator: str = ",") -> list[int]:
-    parts = text.split(separator)
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name}: must be whole numbers above 0, got {text!r}")
-    return [int(part) for part in parts]
-
-
 def _count_flops(arguments: argparse.Namespace) -> None:
-    layers = [_counts("--layers", layer, "x") for layer in arguments.layers.split(",")]
+    layers = [counts("--layers", layer, "x") for layer in arguments.layers.split(",")]
     for layer in layers:
         if len(layer) != 2:
             raise ValueError(f"--layers: each must be INxOUT, got {arguments.layers!r}")
-    tokens = _counts("--tokens", arguments.tokens)
-    num_probes = _counts("--num-probes", arguments.num_probes)
+    tokens = counts("--tokens", arguments.tokens)
+    num_probes = counts("--num-probes", arguments.num_probes)
 
     from dprc.profiling.flops import flops_table
     from dprc.results import write_result
@@ -220,7 +215,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_norm_error(arguments: argparse.Namespace) -> None:
-    num_probes = _counts("--num-probes", arguments.num_probes)
+    num_probes = counts("--num-probes", arguments.num_probes)
     for name, least in (("documents", 1), ("tokens", 2), ("repeats", 2)):
         if getattr(arguments, name) < least:
             raise ValueError(f"--{name}: must be at least {least}, got {getattr(arguments, name)}")
@@ -272,7 +267,7 @@ def _measure_norm_error(arguments: argparse.Namespace) -> None:
 
 
 def _compare_peers(arguments: argparse.Namespace) -> None:
-    tokens = _counts("--tokens", arguments.tokens)
+    tokens = counts("--tokens", arguments.tokens)
     if arguments.rounds < 1:
         raise ValueError(f"--rounds: must be at least 1, got {arguments.rounds}")
 

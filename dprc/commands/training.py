@@ -1,10 +1,11 @@
 """``dprc prepare-data``, ``prepare-model`` and ``train``."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from dprc.commands.options import stay_offline
 
 PRESETS = ("tiny-llama", "smollm2-135m", "llama-3.2-1b")
 TINY_LLAMA_OPTIONS = ("hidden_size", "layers", "heads", "intermediate_size", "seed")
@@ -67,11 +68,6 @@ def add_parsers(subparsers: Any) -> None:
     train.set_defaults(run=_train)
 
 
-def _offline() -> None:
-    # Everything comes from files; a forgotten lookup must fail at once, not wait for a hub.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
 def _count(text: str) -> int:
     try:
         count = int(text)
@@ -110,7 +106,7 @@ def _prepare_model(arguments: argparse.Namespace) -> None:
     if arguments.source is not None and arguments.preset != "llama-3.2-1b":
         raise ValueError(f"--source: preset {arguments.preset} comes from its package")
     if arguments.preset != "llama-3.2-1b" or arguments.source is not None:
-        _offline()
+        stay_offline()
     from dprc import models
 
     if arguments.preset == "tiny-llama":
@@ -126,7 +122,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from dprc.termination import Terminated
 
     settings = read_settings(arguments.config, sys.stdin)  # refused before anything slow
-    _offline()
+    stay_offline()
     from dprc.progress import Bar, Lines
     from dprc.train import train
 
