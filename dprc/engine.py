@@ -1,26 +1,18 @@
 """The privacy engine: per-sample clipping by estimated norms, noise, and accounting of a model."""
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge
 
 from dprc import accounting, arguments
 from dprc.accounting import validate
-from dprc.capture import Capture
-from dprc.contributions import Contribution, scale_rows, zero_rows
-from dprc.cut import find_cut
+from dprc.clipping import ClippedSum
 from dprc.errors import PrivacyError
 from dprc.estimators import Estimator
 from dprc.noise import RandomStreams, add_gaussian_noise_
-from dprc.planning import NormPlan
-from dprc.precision import model_slack, slack_of, work_dtype
 from dprc.sampling import MapDataset, PoissonLoader, poisson_indices
-from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, Totals
 from dprc.sketch import SketchSource
 
 SCHEDULES = ("two_pass", "book_keeping")
@@ -116,13 +108,16 @@ class PrivacyEngine:
 
         self.model, self.optimizer = model, optimizer
         arguments.check_optimizer(model, optimizer)
-        self._pass: Pass | None = None
-        self._batch = 0
-        self._slack = 0.0
-        self._checked = False
-        self._capture = Capture(model, self)
+        self._sum = ClippedSum(
+            model,
+            self.estimator,
+            sketch=self.sketch,
+            schedule=schedule,
+            declared_tokens=declared,
+            max_grad_norm=self.max_grad_norm,
+        )
+        self._capture, self._plan = self._sum.capture, self._sum.plan
         try:
-            self._plan = NormPlan(self._capture, self.estimator, self.sketch, declared)
             self.law = self._plan.law()
             validate.sketch_and_analysis(self.sketch, analysis, self.law)
             if self.noise_multiplier > 0:
@@ -133,16 +128,11 @@ class PrivacyEngine:
             raise
         self.accountant = accounting.Accountant()
         self._max_steps: int | None = None
-        self._totals: Totals | None = None
         self._step_index = 0  # keys noise, sketches and samples: never repeats
         self._announced: int | None = None  # samples of the loader's logical batch under way
         self._has_loader = False
         self._sampled_by_loader = True
-        self._first_sample = 0  # index in the logical batch of the next micro-batch
-        self._stepping = self._incomplete = False
-        self._squared_norms: torch.Tensor | None = None
-        self._by_parameter: dict[int, torch.Tensor] = {}
-        self._clipped = self._excluded = 0
+        self._stepping = False
         self._optimizer_guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     @classmethod
@@ -227,42 +217,25 @@ class PrivacyEngine:
             TypeError: Not a tensor.
             ValueError: A loss that depends on no parameter.
         """
-        self._refuse_incomplete()
+        self._sum.refuse_incomplete()
         arguments.check_losses(losses)
-        self._batch = losses.shape[0]
-        if self._batch == 0:
+        if losses.shape[0] == 0:
             self._capture.end_of_batch()
             return
-        self._check_batch()
-        if not self._checked and self._batch > 1:
-            self._check_independence(losses)
-        self._slack = max(self._slack, slack_of(losses.dtype), model_slack(self.model))
-        two_pass, seeds = self.schedule == "two_pass", torch.ones_like(losses)
-        start: torch.Tensor | GradientEdge = losses
-        edge = find_cut(losses, self._leading_sizes()) if two_pass else None
-        norms = self._norm_pass(keep=not two_pass or edge is not None)
-        with self._running(norms):
-            if edge is not None:
-                # What is above the edge is gone through once, and freed.
-                start, seeds = edge, torch.autograd.grad(losses, edge, seeds)[0]
-                norms.keep = False
-            torch.autograd.backward(start, seeds, retain_graph=two_pass)
-        factors, excluded = self._clip(losses.detach(), norms.per_parameter())
-        totals = self._buffers()
-        # From here on the samples are partly in the sum: taking them again would count them twice.
-        self._incomplete = True
-        weights = factors.to(losses.dtype)
-        with self._running(TotalPass(totals, excluded)):
-            norms.add_totals_(totals, factors, excluded)
-            for replay in norms.replays:
-                replay(weights)
-            if two_pass:
-                by_sample = zero_rows(self.by_sample("model", seeds), excluded)
-                weighted = scale_rows(by_sample, factors).to(seeds.dtype)
-                torch.autograd.backward(start, weighted.view_as(seeds))
-        self._incomplete = False
-        self._first_sample += self._batch
-        self._capture.end_of_batch()
+        arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
+        together = self._sum.samples + losses.shape[0]
+        if self._announced is not None and together > self._announced:
+            raise PrivacyError(
+                f"losses: the logical batch has {self._announced} samples, and this makes "
+                f"{together}. Give each sample to backward() once."
+            )
+        source = SketchSource(
+            self._streams.sketch,
+            self.sketch,
+            step=self._step_index,
+            first_sample=self._sum.samples,
+        )
+        self._sum.add(losses, source)
 
     def step(self) -> None:
         """Add noise once, divide by the expected batch size, step the optimizer, account.
@@ -272,7 +245,7 @@ class PrivacyEngine:
         Raises:
             PrivacyError: More steps than ``with_epsilon`` calibrated for.
         """
-        self._refuse_incomplete()
+        self._sum.refuse_incomplete()
         if self._max_steps is not None and self.accountant.steps >= self._max_steps:
             raise PrivacyError(
                 f"step: noise was calibrated for {self._max_steps} steps, and all are taken. "
@@ -285,8 +258,8 @@ class PrivacyEngine:
             )
         arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
         self._sampled_by_loader &= self._announced is not None
-        totals, index = self._buffers(), self._step_index
-        self._step_index += 1
+        totals, index = self._sum.take(), self._step_index
+        self._step_index, self._announced = index + 1, None
         self.optimizer.zero_grad(set_to_none=True)
         # Accounted before anything leaves the engine: a failing optimizer has seen the gradient.
         self.accountant.step(
@@ -308,8 +281,6 @@ class PrivacyEngine:
                         parameter=number,
                     )
                 parameter.grad = total.div_(self.expected_batch_size).to(parameter.dtype)
-        self._totals, self._first_sample, self._announced = None, 0, None
-        self._capture.end_of_batch()
         self._stepping = True
         try:
             self.optimizer.step()
@@ -363,7 +334,7 @@ class PrivacyEngine:
         Raises:
             PrivacyError: The logical batch before had no ``step()``.
         """
-        if self._announced is not None or self._first_sample > 0:
+        if self._announced is not None or self._sum.samples > 0:
             raise PrivacyError(
                 "poisson_loader: the logical batch before was not finished. Call engine.step() "
                 "once after each logical batch, also after an empty one."
@@ -382,24 +353,25 @@ class PrivacyEngine:
     @property
     def squared_norms(self) -> torch.Tensor:
         """Estimated squared norms (B,) of the last ``backward``. Not private."""
-        if self._squared_norms is None:
+        if self._sum.squared_norms is None:
             raise ValueError("squared_norms: no backward() yet")
-        return self._squared_norms
+        return self._sum.squared_norms
 
     @property
     def squared_norms_by_parameter(self) -> dict[str, torch.Tensor]:
         """Estimated squared norms (B,) of each parameter that was used. Not private."""
-        return {self._capture.names[index]: value for index, value in self._by_parameter.items()}
+        norms = self._sum.by_parameter
+        return {self._capture.names[index]: value for index, value in norms.items()}
 
     @property
     def clipped_samples(self) -> int:
         """Number of samples clipped since construction. Not private."""
-        return self._clipped
+        return self._sum.clipped
 
     @property
     def excluded_samples(self) -> int:
         """Number of samples left out since construction for a non-finite gradient. Not private."""
-        return self._excluded
+        return self._sum.excluded
 
     @property
     def sampled_by_loader(self) -> bool:
@@ -429,8 +401,8 @@ class PrivacyEngine:
         Raises:
             PrivacyError: A logical batch is under way.
         """
-        self._refuse_incomplete()
-        if self._totals is not None or self._announced is not None:
+        self._sum.refuse_incomplete()
+        if self._sum.under_way or self._announced is not None:
             raise PrivacyError("state_dict: a logical batch is under way; call step() first")
         return {
             "accountant": self.accountant.state_dict(),
@@ -439,8 +411,8 @@ class PrivacyEngine:
             "step_index": self._step_index,
             "has_loader": self._has_loader,
             "sampled_by_loader": self._sampled_by_loader,
-            "clipped_samples": self._clipped,
-            "excluded_samples": self._excluded,
+            "clipped_samples": self._sum.clipped,
+            "excluded_samples": self._sum.excluded,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -466,8 +438,9 @@ class PrivacyEngine:
         self._sampled_by_loader, self._announced = state["sampled_by_loader"], None
         self.accountant.load_state_dict(state["accountant"])
         self._streams = RandomStreams.from_state_dict(state["streams"])
-        self._clipped, self._excluded = state["clipped_samples"], state["excluded_samples"]
-        self._totals, self._first_sample, self._incomplete = None, 0, False
+        self._sum.clipped = state["clipped_samples"]
+        self._sum.excluded = state["excluded_samples"]
+        self._sum.forget()
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -487,126 +460,7 @@ class PrivacyEngine:
         self._capture.detach()
         self._optimizer_guard.remove()
 
-    # --- called by captured modules ---------------------------------------------------------------
-
-    def by_sample(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of a use with the samples on its first axis; see ``Receiver``."""
-        if self._pass is None:
-            raise PrivacyError(
-                f"{path}: backward() was called on a loss directly. Use engine.backward(losses), "
-                "or engine.detach() to train without privacy."
-            )
-        if tensor.shape[0] == self._batch:
-            return tensor
-        tokens = self._capture.tokens
-        if tokens is not None and tensor.shape[0] == self._batch * tokens:
-            # Some models merge samples and tokens; the order is checked by _check_independence.
-            return tensor.reshape(self._batch, tokens, *tensor.shape[1:])
-        raise PrivacyError(
-            f"{path}: its output has leading dimension {tensor.shape[0]} where {self._batch} "
-            "samples are expected. The module sees samples mixed together; its per-sample gradient "
-            "cannot be told apart. Freeze it, or train LoRA adapters elsewhere."
-        )
-
-    def observe(self, path: str, grads: torch.Tensor) -> None:
-        """See the output gradients of a use; see ``Receiver``."""
-        if isinstance(self._pass, IndependencePass):
-            self._pass.check(path, grads)
-
-    def receive(self, parameter: int, contribution: Contribution) -> None:
-        """Take one use of one parameter from the capture."""
-        self._slack = max(self._slack, *map(slack_of, contribution.dtypes))
-        if self._pass is not None:
-            self._pass.take(parameter, contribution, self._capture.replay)
-
     # --- internals --------------------------------------------------------------------------------
-
-    def _check_batch(self) -> None:
-        """Refuse losses that are not those of the samples at hand, and a model that changed."""
-        arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
-        self._capture.check_buffers()
-        seen = self._capture.batches
-        if seen and self._batch not in seen:
-            raise PrivacyError(
-                f"losses: has {self._batch} entries, but the model was called with "
-                f"{' and '.join(map(str, sorted(seen)))} samples. One loss for each sample: take "
-                "the mean over its tokens."
-            )
-        if self._announced is not None and self._first_sample + self._batch > self._announced:
-            raise PrivacyError(
-                f"losses: the logical batch has {self._announced} samples, and this makes "
-                f"{self._first_sample + self._batch}. Give each sample to backward() once."
-            )
-
-    def _check_independence(self, losses: torch.Tensor) -> None:
-        """Check once, on the first batch, that a sample's loss reaches no other sample's rows.
-
-        Follows the first and the last sample. Finds layers that mix samples, losses that depend on
-        the batch, and models that keep samples on another axis than the first; it cannot see a
-        dependence that was cut off from the gradient by detach().
-        """
-        for sample in (0, self._batch - 1):
-            with self._running(IndependencePass(sample)):
-                torch.autograd.backward(losses[sample], retain_graph=True)
-        self._checked = True
-
-    def _leading_sizes(self) -> tuple[int, ...]:
-        """Return the sizes of a first axis that ``by_sample`` can tell samples apart on."""
-        tokens = self._capture.tokens
-        return (self._batch,) if tokens is None else (self._batch, self._batch * tokens)
-
-    def _norm_pass(self, *, keep: bool) -> NormPass:
-        source = SketchSource(
-            self._streams.sketch,
-            self.sketch,
-            step=self._step_index,
-            first_sample=self._first_sample,
-        )
-        shapes = [parameter.shape for parameter in self._capture.parameters]
-        chosen = [self._plan.estimator_of(index) for index in range(len(shapes))]
-        return NormPass(shapes, chosen, source, self._batch, uses=self._capture.uses, keep=keep)
-
-    def _clip(
-        self, losses: torch.Tensor, norms: dict[int, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # factors (B,), excluded (B,)
-        squared = torch.zeros(self._batch, dtype=work_dtype(losses.dtype), device=losses.device)
-        for value in norms.values():
-            squared = squared + value.to(squared.device)
-        self._squared_norms = squared
-        self._by_parameter = norms
-        excluded = ~(squared.isfinite() & losses.isfinite())
-        if math.isinf(self.max_grad_norm):
-            factors = torch.ones_like(squared)
-        else:
-            bound = (1 - self._slack) * self.max_grad_norm
-            # A zero norm gives infinity, hence 1.
-            factors = (bound / squared.sqrt()).clamp(max=1.0)
-        factors = factors.masked_fill(excluded, 0.0)
-        self._clipped += int(((factors < 1) & ~excluded).sum())
-        self._excluded += int(excluded.sum())
-        return factors, excluded
-
-    def _buffers(self) -> Totals:
-        if self._totals is None:
-            self._totals = Totals([parameter.detach() for parameter in self._capture.parameters])
-        return self._totals
-
-    @contextmanager
-    def _running(self, current: Pass) -> Iterator[None]:
-        self._pass = current
-        try:
-            with self._capture.recomputing():
-                yield
-        finally:
-            self._pass = None
-
-    def _refuse_incomplete(self) -> None:
-        if self._incomplete:
-            raise PrivacyError(
-                "an earlier backward() failed while gradients were being summed (out of memory, "
-                "for one), so some samples are partly in the sum. Continue from a saved state "
-                "with load_state_dict()."
-            )
 
     def _refuse_foreign_step(self, *_: Any) -> None:
         if not self._stepping:

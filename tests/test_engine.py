@@ -109,7 +109,7 @@ class TestAgainstBruteForce:
         for _ in range(150):
             engine.backward(zoo.losses(model, inputs))
             ratios.append(engine.squared_norms / truth)
-            engine._totals = None  # look at another step's sketch without moving the weights
+            engine._sum.forget()  # look at another step's sketch without moving the weights
             engine._step_index += 1
         sample = torch.stack(ratios)
         error = sample.std(0) / math.sqrt(len(ratios))
@@ -368,7 +368,7 @@ class TestSurroundings:
             model, inputs = zoo.build("llama", dtype), zoo.batch(size=1, seed=seed)
             engine = make_engine(model, max_grad_norm=0.01)
             engine.backward(zoo.losses(model, inputs))
-            total = sum(t.double().square().sum() for _, t in engine._totals.items()).sqrt()
+            total = sum(t.double().square().sum() for _, t in engine._sum.totals.items()).sqrt()
             assert total <= 0.01
             assert total >= 0.01 * (1 - 2.5 * SLACK[dtype])
 
@@ -380,7 +380,7 @@ class TestSurroundings:
             expected_batch_size=3, privacy_seed=0,
         )  # fmt: skip
         engine.backward(zoo.losses(model, inputs).float())
-        assert all(total.dtype == torch.float32 for _, total in engine._totals.items())
+        assert all(total.dtype == torch.float32 for _, total in engine._sum.totals.items())
         engine.step()
         assert all(p.dtype == torch.bfloat16 and p.isfinite().all() for p in model.parameters())
 
@@ -390,7 +390,7 @@ class TestSurroundings:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             values = zoo.losses(model, inputs)
         engine.backward(values)
-        total = sum(t.double().square().sum() for _, t in engine._totals.items()).sqrt()
+        total = sum(t.double().square().sum() for _, t in engine._sum.totals.items()).sqrt()
         assert 0.01 * (1 - 2.5 * SLACK[torch.bfloat16]) <= total <= 0.01
 
     def test_a_scheduler_acts_on_the_optimizer(self):
@@ -417,7 +417,7 @@ class TestSurroundings:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind.startswith("lora")):
                 values = zoo.losses(model, zoo.batch(size=1, seed=seed))
             engine.backward(values.bfloat16() if kind == "bfloat16 losses" else values)
-            total = sum(t.double().square().sum() for _, t in engine._totals.items()).sqrt()
+            total = sum(t.double().square().sum() for _, t in engine._sum.totals.items()).sqrt()
             assert 0.01 * (1 - 2.5 * SLACK[torch.bfloat16]) <= total <= 0.01
 
     def test_a_users_matmul_precision_is_left_as_it_was(self):

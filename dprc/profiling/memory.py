@@ -163,7 +163,8 @@ class Workbench:
         if step.estimator is not None and not step.forward_only:
             # Without the mode: what kind a module is, it finds out on real numbers.
             self.engine = _engine(self.model, self.optimizer, step)
-            self.engine._checked = True  # whether samples are independent: the first batch's check
+            # Whether samples are independent is a check of the first batch alone.
+            self.engine._sum.independence_checked = True
 
     def draw_from(self, stream_fn: Callable[[Any], Any]) -> None:
         """Replace the engine's random streams."""
@@ -175,7 +176,7 @@ class Workbench:
 
     def current_phase(self) -> str:
         """Name where the step is."""
-        running = None if self.engine is None else self.engine._pass
+        running = None if self.engine is None else self.engine._sum.phase
         if running is None:
             return self.phase
         return "norms" if isinstance(running, NormPass) else "gradients"
@@ -205,7 +206,7 @@ class Workbench:
             return
         if self.engine is not None:
             self.engine.backward(self._losses(ids))
-            self._label(meter, [total for _, total in self.engine._buffers().items()])
+            self._label(meter, [total for _, total in self.engine._sum.totals.items()])
             self.phase = "step"
             self.engine.step()
             return
