@@ -171,6 +171,7 @@ class Capture:
         self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._anchor = make_anchor()
         self._declared: set[int] = set()
+        self._lasting = set(self.model.state_dict())
         self._buffers = {
             name: (buffer, buffer._version)
             for name, buffer in self.model.named_buffers()
@@ -203,10 +204,21 @@ class Capture:
         self._calls = 0  # an interrupted forward pass never left
 
     def check_buffers(self) -> None:
-        """Refuse buffers that a forward pass wrote: they would release what they saw."""
+        """Refuse buffers that a forward pass wrote: they would release what they saw.
+
+        One that is not part of the model's state, such as the frequencies of rotary positions, may
+        be replaced by another; so may any by the same values, on another device or in another type.
+        """
         for name, buffer in self.model.named_buffers():
-            known = self._buffers.get(name)
-            if known is not None and known[0] is buffer and known[1] != buffer._version:
+            if name not in self._buffers:
+                continue
+            known, version = self._buffers[name]
+            if buffer is not known:
+                written = name in self._lasting and not _same_values(known, buffer)
+                self._buffers[name] = (buffer, buffer._version)
+            else:
+                written = version != buffer._version
+            if written:
                 raise PrivacyError(
                     f"{name}: is a buffer that the model writes in its forward pass, so it leaves "
                     "the training without noise. Switch the statistics off."
@@ -404,6 +416,10 @@ def capture_of(module: nn.Module) -> Capture | None:
     """Return the capture that holds a module; None if it is not captured."""
     forward = module.__dict__.get("forward")
     return forward.capture if isinstance(forward, _CapturedForward) else None
+
+
+def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first.to(second), second)
 
 
 def delivers(node: Node) -> bool:

@@ -18,6 +18,9 @@ from dprc.precision import model_slack, slack_of, work_dtype
 from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, Totals
 from dprc.sketch import SketchSource
 
+# Halving is exact in floating arithmetic, but for the smallest numbers.
+HALVED_TOLERANCE = 1e-2
+
 
 class ClippedSum:
     """The sum of clipped gradients over one logical batch after another, of a captured model.
@@ -60,6 +63,7 @@ class ClippedSum:
         self._slack = 0.0
         self._totals: Totals | None = None
         self._incomplete = False
+        self._ways: dict[tuple[str, ...], bool] = {}  # whether a cut has the samples first
         self.independence_checked = False
         self.samples = 0
         self.squared_norms: torch.Tensor | None = None
@@ -131,7 +135,7 @@ class ClippedSum:
         self._slack = max(self._slack, slack_of(losses.dtype), model_slack(self._model))
         start: torch.Tensor | GradientEdge = losses
         seeds = torch.ones_like(losses)
-        edge = find_cut(losses, self._leading_sizes()) if self._two_pass else None
+        edge = self._cut_edge(losses) if self._two_pass else None
         norms = self._norm_pass(source, keep=not self._two_pass or edge is not None)
         with self._running(norms):
             if edge is not None:
@@ -206,10 +210,58 @@ class ClippedSum:
         the batch, and models that keep samples on another axis than the first; it cannot see a
         dependence that was cut off from the gradient by detach().
         """
+        seen = True
         for sample in (0, self._batch - 1):
-            with self._running(IndependencePass(sample)):
-                torch.autograd.backward(losses[sample], retain_graph=True)
-        self.independence_checked = True
+            size = self._follow(losses, sample, 1.0)
+            seen &= size > 0
+            if self._two_pass and not math.isclose(
+                4 * self._follow(losses, sample, 0.5), size, rel_tol=HALVED_TOLERANCE
+            ):
+                raise PrivacyError(
+                    "losses: half a sample's loss has not half its gradient, so the second "
+                    "backward pass would not give what the first one measured. A backward hook "
+                    "that normalises or clamps gradients does that: remove it, or use "
+                    'schedule="book_keeping".'
+                )
+        self.independence_checked = seen  # a sample without labels shows nothing: check again
+
+    def _follow(self, losses: torch.Tensor, sample: int, weight: float) -> float:
+        """Follow a sample's weighted loss alone; return the squared size of its gradients."""
+        check = IndependencePass(sample)
+        with self._running(check):
+            loss = losses[sample]
+            torch.autograd.backward(loss, torch.full_like(loss, weight), retain_graph=True)
+        return check.size
+
+    def _cut_edge(self, losses: torch.Tensor) -> GradientEdge | None:
+        """Find the edge below the head, where the samples can be told apart there."""
+        cut = find_cut(losses, self._leading_sizes())
+        if cut is None:
+            return None
+        if self._batch > 1 and cut.way not in self._ways:
+            verdict = self._has_samples_first(losses, cut.edge)
+            if verdict is None:
+                return None
+            self._ways[cut.way] = verdict
+        return cut.edge if self._batch == 1 or self._ways[cut.way] else None
+
+    def _has_samples_first(self, losses: torch.Tensor, edge: GradientEdge) -> bool | None:
+        """Whether the first and the last sample's loss reach their own rows alone at an edge.
+
+        An axis of as many branches as there are samples must not be taken for the samples. None if
+        a loss reaches nothing, which shows nothing.
+        """
+        seen = True
+        for sample in (0, self._batch - 1):
+            check = IndependencePass(sample)
+            with self._running(check):
+                (grads,) = torch.autograd.grad(losses[sample], edge, retain_graph=True)
+                try:
+                    check.check("model", self.by_sample("model", grads))
+                except PrivacyError:
+                    return False
+            seen &= check.size > 0
+        return True if seen else None
 
     def _leading_sizes(self) -> tuple[int, ...]:
         """Return the sizes of a first axis that ``by_sample`` can tell samples apart on."""

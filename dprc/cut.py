@@ -7,6 +7,7 @@ above (the loss, the head, frozen layers) is gone through once.
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -17,8 +18,24 @@ from dprc.capture import delivers, is_anchor, keeps_little
 KEPT_LAYERS = 1
 
 
-def find_cut(losses: torch.Tensor, leading: tuple[int, ...]) -> GradientEdge | None:
+class Cut(NamedTuple):
+    """An edge of the graph, and how it was come by.
+
+    Attributes:
+        edge: Where the second backward pass may start.
+        way: The names of the nodes above, and the shape of the edge's gradient but for its sizes:
+            the same for batches that went the same way through the model.
+    """
+
+    edge: GradientEdge
+    way: tuple[str, ...]
+
+
+def find_cut(losses: torch.Tensor, leading: tuple[int, ...]) -> Cut | None:
     """Find the lowest edge that the gradients of all layers but the kept ones pass.
+
+    That its first axis is the samples is for the caller to check, once for each ``way``: a size may
+    be that of the batch by chance.
 
     Args:
         losses: (B,), one for each sample.
@@ -26,12 +43,14 @@ def find_cut(losses: torch.Tensor, leading: tuple[int, ...]) -> GradientEdge | N
             told apart.
 
     Returns:
-        The edge; None if there is none below the losses themselves.
+        The cut; None if there is none below the losses themselves.
     """
     start = losses.grad_fn
     if start is None:
         return None
-    found, kept = None, 0
+    found: Cut | None = None
+    above: list[str] = []
+    kept = 0
     missing = _edges_into(start)
     outputs: dict[Node, set[int]] = {}
     # Nodes that an edge leads to from those gone through. Gone through in topological order: when
@@ -43,11 +62,12 @@ def find_cut(losses: torch.Tensor, leading: tuple[int, ...]) -> GradientEdge | N
         if not onward:
             continue  # stays reached: what ends here passes nothing that lies below
         if len(reached) == 1 and node is not start:
-            found = _edge(node, outputs[node], leading) or found
+            found = _cut(node, outputs[node], leading, above) or found
         kept += delivers(node) and not keeps_little(node)
         if kept > KEPT_LAYERS or _runs_backward_inside(node):
             break
         reached.remove(node)
+        above.append(node.name())
         for after, number in onward:
             reached.add(after)
             outputs.setdefault(after, set()).add(number)
@@ -77,12 +97,17 @@ def _after(node: Node) -> list[tuple[Node, int]]:
     ]
 
 
-def _edge(node: Node, outputs: set[int], leading: tuple[int, ...]) -> GradientEdge | None:
+def _cut(node: Node, outputs: set[int], leading: tuple[int, ...], above: list[str]) -> Cut | None:
     if len(outputs) != 1:
         return None
     (number,) = outputs
     shape = node._input_metadata[number].shape
-    return GradientEdge(node, number) if len(shape) > 0 and shape[0] in leading else None
+    if len(shape) == 0 or shape[0] not in leading:
+        return None
+    return Cut(
+        GradientEdge(node, number),
+        (*above, node.name(), f"{len(shape)} axes", f"size {leading.index(shape[0])}"),
+    )
 
 
 def _runs_backward_inside(node: Node) -> bool:

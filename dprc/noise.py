@@ -63,7 +63,9 @@ class Stream:
             position.sample | position.rank * _WORD,
             position.step | position.role * _WORD,
         ]
-        return np.random.Generator(np.random.Philox(key=list(self.key), counter=counter))
+        # As arrays: numpy takes a list of large and small words for floating numbers.
+        key, place = (np.array(words, dtype=np.uint64) for words in (self.key, counter))
+        return np.random.Generator(np.random.Philox(key=key, counter=place))
 
     def normal(
         self,

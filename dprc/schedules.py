@@ -141,7 +141,7 @@ class NormPass:
         """Return the squared norms of each used parameter: index -> (B,)."""
         norms = self._norms | {index: each.finish() for index, each in self._matrices.items()}
         for index, grads in self._vectors.items():
-            norms[index] = grads.flatten(1).square().sum(1)
+            norms[index] = grads.reshape(self._batch, -1).square().sum(1)
         return norms
 
     def add_totals_(self, totals: Totals, factors: torch.Tensor, excluded: torch.Tensor) -> None:
@@ -167,10 +167,14 @@ class IndependencePass:
 
     Args:
         sample: Which one.
+
+    Attributes:
+        size: Sum of squares of the sample's own rows; with 0 the check says nothing.
     """
 
     def __init__(self, sample: int) -> None:
         self._sample = sample
+        self.size = 0.0
 
     def take(self, parameter: int, contribution: Contribution, replay: Replay | None) -> None:
         """Take nothing: only ``check`` looks."""
@@ -180,7 +184,9 @@ class IndependencePass:
 
         A row that is not finite says nothing: zero times an infinite activation is NaN.
         """
-        reached = ((grads != 0) & grads.isfinite()).flatten(1).any(1)
+        reached = ((grads != 0) & grads.isfinite()).reshape(grads.shape[0], -1).any(1)
+        own = grads[self._sample].double()
+        self.size += float(own[own.isfinite()].square().sum())
         reached[self._sample] = False
         if bool(reached.any()):
             raise PrivacyError(

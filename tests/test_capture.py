@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dprc
 from dprc.capture import Capture
@@ -307,7 +308,86 @@ def test_samples_run_at_once_or_in_a_loop_and_are_right(kind, vmaps, schedule):
     assert loop.vmaps == [vmaps]
 
 
+def test_samples_run_at_once_under_checkpointing():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), Grouped()
+
+        def forward(self, x):
+            return checkpoint(self.second, self.first(x), use_reentrant=False)
+
+    x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    check(perturb_(Whole()).double(), lambda m: m(x).square().flatten(1).sum(1))
+
+
+class Sometimes(nn.Module):
+    """Looks at its numbers only where a text is long."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, 6))
+
+    def forward(self, x):
+        y = x * self.w[0]
+        return y + self.w[1] if x.shape[1] > 8 and bool(y.sum() > -1e9) else y
+
+
+def test_a_way_that_vmap_cannot_follow_is_looped_over_when_it_comes():
+    model = Sometimes().double()
+    engine = make_engine(model)
+    for tokens in (7, 9):
+        engine.backward(model(torch.ones(3, tokens, 6).double()).square().flatten(1).sum(1))
+    (loop,) = engine._capture.sites
+    assert loop.vmaps == [False]
+
+
+def test_a_parameter_without_axes():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(6, 4), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    check(Scaled().double(), lambda m: m(x).square().sum(1))
+
+
 class TestIndependence:
+    def test_a_first_batch_without_labels_shows_nothing(self):
+        class Centred(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 2)
+
+            def forward(self, x):
+                h = self.a(x)
+                return self.b(h - h.mean(0, keepdim=True))
+
+        model = Centred()
+        engine = make_engine(model)
+        engine.backward(model(torch.randn(3, 6)).square().sum(1) * 0)
+        with pytest.raises(dprc.PrivacyError, match=r"a: the loss of one sample depends"):
+            engine.backward(model(torch.randn(3, 6)).square().sum(1))
+
+    def test_a_buffer_that_is_replaced_in_the_forward_pass(self):
+        class Averaging(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Linear(6, 2)
+                self.register_buffer("mean", torch.zeros(6))
+
+            def forward(self, x):
+                self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+                return self.a(x)
+
+        model = Averaging()
+        engine = make_engine(model)
+        with pytest.raises(dprc.PrivacyError, match="mean: is a buffer that the model writes"):
+            engine.backward(model(torch.randn(3, 6)).square().sum(1))
+
     def test_a_layer_that_mixes_samples_is_found(self):
         class Centred(nn.Module):
             def __init__(self):

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge
 
 import dprc
 from dprc.cut import find_cut
 from tests import zoo
 from tests.test_capture import check
-from tests.test_engine import make_engine
+from tests.test_engine import assert_same, make_engine, released_sum
+from tests.truth import clipped_sum, per_sample_gradients, perturb_, squared_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy_seed")
 
@@ -65,15 +65,14 @@ def test_the_gradient_below_is_that_of_the_whole(name):
         return take
 
     losses = zoo.losses(model, inputs)
-    edge = cut_of(model, losses)
-    assert isinstance(edge, GradientEdge)
-    engine.by_sample = lambda path, tensor: tensor
-    engine.receive = lambda parameter, contribution: None
-    engine.observe = note("whole")
+    edge = cut_of(model, losses).edge
+    engine._sum.by_sample = lambda path, tensor: tensor
+    engine._sum.receive = lambda parameter, contribution: None
+    engine._sum.observe = note("whole")
     (at_edge,) = torch.autograd.grad(losses.sum(), edge, retain_graph=True)
     above = set(seen)
     torch.autograd.backward(losses.sum(), retain_graph=True)
-    engine.observe = note("below")
+    engine._sum.observe = note("below")
     torch.autograd.backward(edge, at_edge)
     assert {path for path, grads in seen.items() if "below" not in grads} == above
     for path in set(seen) - above:
@@ -123,3 +122,107 @@ def test_a_sample_that_is_not_finite_leaves_nothing_below_the_cut():
     engine.step()
     assert engine.excluded_samples == 1
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+class Stacked(nn.Module):
+    """Three branches on an axis of their own, as long as the batch by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(6, 5) for _ in range(3))
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.head(torch.stack([b(x).tanh() for b in self.branches]).mean(0))
+
+
+class SequenceFirst(nn.Module):
+    """Layers that see samples first, and a residual stream that has tokens first."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        h = self.embed(x).transpose(0, 1)
+        h = h + self.mix(h.transpose(0, 1)).tanh().transpose(0, 1)
+        return self.head(h.transpose(0, 1))
+
+
+class TokenMajor(SequenceFirst):
+    """The same with tokens and samples merged, tokens first."""
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        h = self.embed(x).transpose(0, 1).reshape(tokens * batch, 5)
+        mixed = self.mix(h.view(tokens, batch, 5).transpose(0, 1)).tanh()
+        h = h + mixed.transpose(0, 1).reshape(tokens * batch, 5)
+        return self.head(h.view(tokens, batch, 5).transpose(0, 1))
+
+
+class Views(nn.Module):
+    """Two views of each sample, one below the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x):
+        both = torch.cat([self.left(x[:, 0]), self.right(x[:, 1])])
+        left, right = (both / (1 + both.square().sum(1, keepdim=True))).chunk(2)
+        return left - right
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        (Stacked, [(3, 6)]),
+        (Stacked, [(4, 6), (3, 6)]),  # the first batch shows nothing
+        (SequenceFirst, [(4, 4, 6)]),
+        (SequenceFirst, [(4, 3, 6), (4, 4, 6)]),
+        (TokenMajor, [(2, 4, 6)]),
+        (TokenMajor, [(3, 4, 6)]),
+        (Views, [(5, 2, 6)]),
+    ],
+)
+def test_another_axis_is_not_taken_for_the_samples(kind, shapes):
+    model = perturb_(kind()).double()
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+    def losses(x):
+        # Norms far apart: a clip factor in the wrong row shows.
+        weights = 10.0 ** torch.arange(-2, 2 * len(x) - 2, 2, dtype=torch.float64)
+        return model(x).exp().flatten(1).sum(1) * weights
+
+    truth = per_sample_gradients(model, losses(inputs[-1]))
+    engine = make_engine(model, max_grad_norm=0.5)
+    for x in inputs[:-1]:
+        engine.backward(losses(x))
+        engine._sum.forget()
+    got = released_sum(engine, lambda e: e.backward(losses(inputs[-1])))
+    assert_same(got, clipped_sum(truth, squared_norms(truth).sqrt(), 0.5))
+
+
+def test_a_hook_that_normalises_gradients_is_refused_where_two_passes_need_the_same():
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 4)
+
+        def forward(self, x):
+            h = self.a(x)
+            if h.requires_grad:
+                h.register_hook(lambda g: g / g.norm(dim=-1, keepdim=True))
+            return self.b(h)
+
+    x = torch.randn(3, 7, 6)
+    for schedule in ("two_pass", "book_keeping"):
+        model = Normalised()
+        engine = make_engine(model, schedule=schedule)
+        losses = model(x).square().flatten(1).sum(1)
+        if schedule == "book_keeping":
+            engine.backward(losses)
+            continue
+        with pytest.raises(dprc.PrivacyError, match="half a sample's loss has not half its grad"):
+            engine.backward(losses)

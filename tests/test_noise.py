@@ -39,6 +39,12 @@ def test_fields_do_not_run_into_each_other():
     assert len({tuple(draw(p, (2,)).tolist()) for p in positions}) == len(positions)
 
 
+def test_every_bit_of_a_key_matters_however_large_its_words():
+    """A list of a large and a small word is an array of floating numbers to numpy."""
+    keys = [(2**63 + word, 2**62 + other) for word in (12345, 12346) for other in (7, 99)]
+    assert len({tuple(draw(Position(), (4,), Stream(key)).tolist()) for key in keys}) == len(keys)
+
+
 @pytest.mark.parametrize("value", [-1, 2**32])
 def test_a_position_out_of_range_is_refused(value):
     with pytest.raises(ValueError, match="position"):

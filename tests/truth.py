@@ -28,7 +28,7 @@ def per_sample_gradients(model: nn.Module, losses: torch.Tensor) -> dict[str, to
 
 def squared_norms(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return (B,) squared norms over all parameters."""
-    return torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0)
+    return torch.stack([g.reshape(len(g), -1).square().sum(1) for g in gradients.values()]).sum(0)
 
 
 def clipped_sum(

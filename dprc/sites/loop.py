@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dprc.contributions import SampleUse, VectorUse
@@ -52,7 +53,11 @@ class LoopSite(Site):
             copies = self._copies(
                 batch, lambda value, index: capture.tap_parameter(value, self._to_all(index))
             )
-            return self._at_once(module, copies, batch, args, kwargs)
+            try:
+                with self._unwritten(module):
+                    return self._at_once(module, copies, batch, args, kwargs)
+            except RuntimeError:  # a way through the module that the first batch did not take
+                self.vmaps[0] = False
         outputs = []
         for sample in range(batch):
             mine = _map(partial(self._slice, sample=sample, batch=batch), (args, kwargs))
@@ -94,7 +99,8 @@ class LoopSite(Site):
     def _vmap_agrees(self, module: Any, joined: Any, batch: int, args: Any, kwargs: Any) -> bool:
         copies = self._copies(batch, lambda value, index: value.clone().requires_grad_())
         try:
-            with torch.enable_grad():
+            # Nobody's business what the trial saves: checkpointing around it counts saved tensors.
+            with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
                 output = self._at_once(module, copies, batch, args, kwargs)
                 if not _same(joined, output):
                     return False
@@ -148,6 +154,21 @@ class LoopSite(Site):
                 owner.__dict__.pop(name)
                 if before is not None:
                     owner.__dict__[name] = before
+
+    @contextmanager
+    def _unwritten(self, module: nn.Module) -> Iterator[None]:
+        """Refuse a module that replaces a buffer: it would keep a tensor of vmap's inside."""
+        owners = [
+            (owner, name, b) for owner in module.modules() for name, b in owner._buffers.items()
+        ]
+        yield
+        for owner, name, buffer in owners:
+            if owner._buffers[name] is not buffer:
+                owner._buffers[name] = buffer
+                raise PrivacyError(
+                    f"{self.path}: writes the buffer {name} in its forward pass, so it leaves the "
+                    "training without noise. Switch the statistics off."
+                )
 
     def _to_all(self, index: int) -> Callable[[torch.Tensor], None]:
         def deliver(grads: torch.Tensor) -> None:  # (B, *parameter.shape)
@@ -220,7 +241,7 @@ def _same(first: Any, second: Any) -> bool:
         if first.shape != second.shape or not first.is_floating_point():
             return first.shape == second.shape and torch.equal(first, second)
         tolerance = 100 * torch.finfo(first.dtype).eps
-        scale = float(first.abs().max()) if first.numel() else 0.0
+        scale = float(first[first.isfinite()].abs().max()) if first.isfinite().any() else 0.0
         return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
     if isinstance(first, (tuple, list)):
         return all(_same(a, b) for a, b in zip(first, second, strict=True))
