@@ -37,7 +37,7 @@ def save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     try:
         temporary.mkdir(parents=True)
         if hasattr(model, "peft_config"):
-            _save_adapters(model, temporary)
+            _save_adapters(model, temporary, lasting=folder)
         else:
             _save_whole(model, temporary)
         if tokenizer is not None:
@@ -74,11 +74,22 @@ def _save_whole(model: Any, folder: Path) -> None:
         (folder / _CLASSIFIER).write_text(json.dumps(about, indent=2) + "\n")
 
 
-def _save_adapters(model: Any, folder: Path) -> None:
+def _save_adapters(model: Any, folder: Path, *, lasting: Path) -> None:
     model.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)  # a form that nobody has filled in
     if not _comes_from_a_folder(model.get_base_model()):
         _save_whole(model.unload(), folder / _BASE)
+        _name_base(folder / "adapter_config.json", lasting / _BASE)
+
+
+def _name_base(config_file: Path, base: Path) -> None:
+    """Let adapters name the base beside them: on another they would load with random parts.
+
+    PEFT takes a path as it stands, so it is absolute; in a folder that was moved it is not found.
+    """
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = str(base.resolve())
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _comes_from_a_folder(base: Any) -> bool:

@@ -89,6 +89,12 @@ def _train(settings: RunSettings, place: RunFolder, reporter: Reporter) -> dict[
     workload = prepare_workload(settings)
     if settings.output.save_model:
         check_savable(workload.model)
+    privacy, documents = settings.privacy, len(workload.train)
+    if privacy is not None and privacy.delta * documents >= 1:
+        reporter.noted(
+            f"warning: privacy.delta {privacy.delta} is not below 1/{documents}, one over the "
+            "number of documents: a mechanism that publishes one of them whole could meet it"
+        )
     about |= contents(
         fingerprints.of_examples(workload.train, workload.test),
         fingerprints.of_model(workload.model),

@@ -160,3 +160,13 @@ def test_a_long_plan_of_a_real_model():
     )
     assert answer["recommendation"]["checkpointing"]
     assert answer["recommendation"]["fits"]
+
+
+def test_a_model_that_does_not_run_on_tensors_without_memory_is_said_so(tmp_path, capsys):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=0, num_hidden_layers=1).save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--tokens", "64", "--batch", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be simulated" in error
+    assert len(error.splitlines()) == 1

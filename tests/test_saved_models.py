@@ -121,8 +121,15 @@ def test_adapters_on_fresh_blocks_do_not_name_the_folder_of_a_bare_backbone(tmp_
 
     LlamaModel(configuration()).save_pretrained(tmp_path / "prepared")
     config = LlamaModel.from_pretrained(tmp_path / "prepared").config
-    save_model(with_adapters(LlamaForCausalLM(config), "CAUSAL_LM"), None, tmp_path / "model")
+    model = with_adapters(LlamaForCausalLM(config), "CAUSAL_LM").eval()
+    expected = model(IDS).logits
+    save_model(model, None, tmp_path / "model")
     assert (tmp_path / "model" / "base" / "model.safetensors").is_file()
+    # The usual way to load adapters finds this base, and no other with a random head.
+    from peft import AutoPeftModelForCausalLM
+
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    torch.testing.assert_close(loaded(IDS).logits, expected)
 
 
 def test_saving_again_replaces_the_folder_whole(tmp_path):

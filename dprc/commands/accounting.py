@@ -55,11 +55,25 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=int, metavar="B", help="--sample-rate and --steps: expected batch size"
     )
     add("--epochs", type=float, metavar="X", help="expected passes over the data")
-    add("--estimator", default="hutchinson", help="exact, ghost, tiled, hutchinson or hutchpp")
-    add("--num-probes", type=int, default=32, metavar="K", help="of the tail for hutchpp")
+    add(
+        "--estimator",
+        default="hutchinson",
+        help="exact, ghost, tiled, hutchinson (default) or hutchpp",
+    )
+    add(
+        "--num-probes",
+        type=int,
+        default=32,
+        metavar="K",
+        help="default 32; of the tail for hutchpp",
+    )
     add("--head-rank", type=int, metavar="R", help="hutchpp only")
-    add("--sketch", default="per_sample", help="per_sample or shared")
-    add("--analysis", default="tight", help="tight, or envelope (the paper's; shared only)")
+    add("--sketch", default="per_sample", help="per_sample (default) or shared")
+    add(
+        "--analysis",
+        default="tight",
+        help="tight (default), or envelope (the paper's; shared only)",
+    )
     add("--json", action="store_true", help="print one JSON object")
     add("--out", metavar="FILE", help="write a result file")
 
@@ -77,7 +91,11 @@ def run_calibrate(args: argparse.Namespace) -> None:
         "epsilon_spent": spent,
         **settings,
     }
-    lines = [f"noise_multiplier {sigma:.6g}", f"epsilon {spent:.6g} at delta {args.delta:g}"]
+    lines = [
+        f"noise_multiplier {sigma:.6g}",
+        f"epsilon {spent:.6g} at delta {args.delta:g}",
+        f"for {_mechanism(args)}",
+    ]
     if args.compare:
         from dprc.accounting import planner
 
@@ -112,7 +130,11 @@ def run_epsilon(args: argparse.Namespace) -> None:
         "noise_multiplier": args.noise_multiplier,
         **settings,
     }
-    lines = [f"epsilon_upper {upper:.6g}", f"epsilon_lower {lower:.6g}"]
+    lines = [
+        f"epsilon_upper {upper:.6g}",
+        f"epsilon_lower {lower:.6g}",
+        f"for {_mechanism(args)}",
+    ]
     _report(
         args,
         answer,
@@ -153,6 +175,12 @@ def _layers(args: argparse.Namespace) -> list[Any]:
             raise ValueError(f"--layers: each must be INxOUT, got {layer!r}")
         shapes.append(LayerShape(args.tokens, int(parts[0]), int(parts[1])))
     return shapes
+
+
+def _mechanism(args: argparse.Namespace) -> str:
+    """Say what the numbers are for: with another sketch or probe count they are others."""
+    randomized = args.estimator in ("hutchinson", "hutchpp")
+    return _in_words(args) if randomized else f"{args.estimator}: norms without error"
 
 
 def _in_words(option: Any) -> str:

@@ -42,6 +42,11 @@ def _check(arguments: argparse.Namespace) -> int:
     model = load_causal_lm(arguments.model, torch.float64).eval()
     vocabulary = int(model.config.vocab_size)
     batch = _read_batch(arguments.batch) if arguments.batch else random_batch(vocabulary)
+    largest = int(batch["input_ids"].max())
+    if not 0 <= largest < vocabulary:
+        raise ValueError(
+            f"--batch: the model knows ids below {vocabulary}, got {largest} in input_ids"
+        )
     rows = check_model(
         model, batch, lambda m, b: causal_lm_loss(m, b, chunk_tokens=arguments.chunk_tokens)
     )

@@ -4,6 +4,8 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dprc.commands.options import counts, stay_offline
@@ -83,6 +85,16 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
+@contextmanager
+def _simulating(model: str) -> Iterator[None]:
+    """Say in one line that a model does not run on tensors without memory."""
+    try:
+        yield
+    except (RuntimeError, ArithmeticError, NotImplementedError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"--model: {model} cannot be simulated: {first}") from error
+
+
 def _plan(arguments: argparse.Namespace) -> None:
     for name in ("tokens", "batch"):
         if getattr(arguments, name) < 1:
@@ -96,15 +108,16 @@ def _plan(arguments: argparse.Namespace) -> None:
     from dprc.profiling.presets import load_shape
     from dprc.profiling.recommend import Target, make_plan
 
-    answer = make_plan(
-        load_shape(arguments.model),
-        tokens=arguments.tokens,
-        batch=arguments.batch,
-        dtype=arguments.dtype,
-        checkpointing=arguments.checkpointing,
-        memory_bytes=memory,
-        target=None if arguments.epsilon is None else Target(*target),
-    )
+    with _simulating(arguments.model):
+        answer = make_plan(
+            load_shape(arguments.model),
+            tokens=arguments.tokens,
+            batch=arguments.batch,
+            dtype=arguments.dtype,
+            checkpointing=arguments.checkpointing,
+            memory_bytes=memory,
+            target=None if arguments.epsilon is None else Target(*target),
+        )
     for note in answer["notes"]:
         if note.startswith("warning"):
             print(f"dprc plan: {note}", file=sys.stderr)
@@ -221,19 +234,20 @@ def _model_rows(
 
     if len(probes) != 1:
         raise ValueError(f"--num-probes: one with --model, got {arguments.num_probes!r}")
-    return model_rows(
-        load_shape(arguments.model),
-        tokens,
-        modes=None if arguments.modes is None else arguments.modes.split(","),
-        batch=arguments.batch,
-        num_probes=probes[0],
-        sketch=arguments.sketch or "per_sample",
-        dtype=arguments.dtype,
-        checkpointing=arguments.checkpointing,
-        loss=arguments.loss,
-        optimizer=arguments.optimizer,
-        lora_rank=arguments.lora_rank,
-    )
+    with _simulating(arguments.model):
+        return model_rows(
+            load_shape(arguments.model),
+            tokens,
+            modes=None if arguments.modes is None else arguments.modes.split(","),
+            batch=arguments.batch,
+            num_probes=probes[0],
+            sketch=arguments.sketch or "per_sample",
+            dtype=arguments.dtype,
+            checkpointing=arguments.checkpointing,
+            loss=arguments.loss,
+            optimizer=arguments.optimizer,
+            lora_rank=arguments.lora_rank,
+        )
 
 
 def _row_in_words(row: dict[str, Any]) -> str:
