@@ -65,6 +65,7 @@ class ClippedSum:
         self._incomplete = False
         self._ways: dict[tuple[str, ...], bool] = {}  # whether a cut has the samples first
         self.independence_checked = False
+        self.cuts_trusted = False  # a simulation has no gradients to follow
         self.samples = 0
         self.squared_norms: torch.Tensor | None = None
         self.by_parameter: dict[int, torch.Tensor] = {}
@@ -238,12 +239,14 @@ class ClippedSum:
         cut = find_cut(losses, self._leading_sizes())
         if cut is None:
             return None
-        if self._batch > 1 and cut.way not in self._ways:
+        if self._batch == 1 or self.cuts_trusted:
+            return cut.edge
+        if cut.way not in self._ways:
             verdict = self._has_samples_first(losses, cut.edge)
             if verdict is None:
                 return None
             self._ways[cut.way] = verdict
-        return cut.edge if self._batch == 1 or self._ways[cut.way] else None
+        return cut.edge if self._ways[cut.way] else None
 
     def _has_samples_first(self, losses: torch.Tensor, edge: GradientEdge) -> bool | None:
         """Whether the first and the last sample's loss reach their own rows alone at an edge.

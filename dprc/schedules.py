@@ -185,8 +185,8 @@ class IndependencePass:
         A row that is not finite says nothing: zero times an infinite activation is NaN.
         """
         reached = ((grads != 0) & grads.isfinite()).reshape(grads.shape[0], -1).any(1)
-        own = grads[self._sample].double()
-        self.size += float(own[own.isfinite()].square().sum())
+        own = grads[self._sample].double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        self.size += float(own.square().sum())
         reached[self._sample] = False
         if bool(reached.any()):
             raise PrivacyError(

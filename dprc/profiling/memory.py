@@ -164,7 +164,7 @@ class Workbench:
             # Without the mode: what kind a module is, it finds out on real numbers.
             self.engine = _engine(self.model, self.optimizer, step)
             # Whether samples are independent is a check of the first batch alone.
-            self.engine._sum.independence_checked = True
+            self.engine._sum.independence_checked = self.engine._sum.cuts_trusted = True
 
     def draw_from(self, stream_fn: Callable[[Any], Any]) -> None:
         """Replace the engine's random streams."""
