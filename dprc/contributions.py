@@ -92,16 +92,21 @@ class MatrixUse:
     def add_total(self, total: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Add leftᵀ right, summed over samples and tokens."""
         dtype = work_dtype(like.dtype)
-        if total is None and (self.use.by_ids or self.use.right.numel() == 0):
-            total = torch.zeros_like(like, dtype=dtype)
+        if self.use.by_ids:
+            table = torch.zeros_like(like, dtype=dtype) if total is None else total
+            for ids, right in self._blocks(dtype):
+                table.index_add_(0, ids.long(), right)
+            return table
+        mine: torch.Tensor | None = None
         for left, right in self._blocks(dtype):
-            if self.use.by_ids and total is not None:
-                total.index_add_(0, left.long(), right)
-            elif total is None:
-                total = torch.mm(left.t(), right).view(like.shape)
+            if mine is None:
+                mine = torch.mm(left.t(), right)
             else:
-                total.view(total.shape[0], -1).addmm_(left.t(), right)
-        return total if total is not None else torch.zeros_like(like, dtype=dtype)
+                mine.addmm_(left.t(), right)
+        if mine is None:
+            return torch.zeros_like(like, dtype=dtype) if total is None else total
+        # Added as autograd adds it, not within the product, which rounds in another order.
+        return mine.view(like.shape) if total is None else total.add_(mine.view(like.shape))
 
     def _blocks(
         self, dtype: torch.dtype
