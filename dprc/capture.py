@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 from dprc.errors import PrivacyError
+from dprc.graph import make_anchor
 from dprc.sites import (
     EmbeddingSite,
     FactorSite,
     LinearSite,
     LoopSite,
     Receiver,
-    ScaleSite,
     Site,
     make_site,
     retyped,
@@ -420,28 +419,6 @@ def capture_of(module: nn.Module) -> Capture | None:
 
 def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.shape == second.shape and torch.equal(first.to(second), second)
-
-
-def delivers(node: Node) -> bool:
-    """Whether a node of the graph delivers the gradient of a captured layer or parameter."""
-    return hasattr(node, "site") or hasattr(node, "deliver")
-
-
-def keeps_little(node: Node) -> bool:
-    """Whether what such a node delivers is no larger than the activations of a norm layer."""
-    return isinstance(getattr(node, "site", None), ScaleSite)
-
-
-def make_anchor() -> torch.Tensor:
-    """Make a leaf that makes what it meets differentiable, and never gets a gradient itself."""
-    anchor = torch.zeros((), requires_grad=True)
-    anchor.is_dprc_anchor = True  # type: ignore[attr-defined]
-    return anchor
-
-
-def is_anchor(node: Node) -> bool:
-    """Whether a node of the graph is such a leaf."""
-    return getattr(getattr(node, "variable", None), "is_dprc_anchor", False)
 
 
 def _inside(path: str, other: str) -> bool:

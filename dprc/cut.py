@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from dprc.capture import delivers, is_anchor, keeps_little
+from dprc.graph import delivers, is_anchor, keeps_little
 
 # Layers above the cut whose factors are kept, as book-keeping would: the head.
 KEPT_LAYERS = 1

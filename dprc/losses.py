@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dprc.capture import capture_of, make_anchor
+from dprc.capture import capture_of
+from dprc.graph import make_anchor
 
 IGNORED = -100
 

@@ -1,12 +1,15 @@
 """A run that takes a moment: a small model with dropout on made-up documents, and its settings."""
 
 import copy
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+import dprc.train
 from dprc import fingerprints
 from dprc.accounting import Accountant
 from dprc.checkpoints import CheckpointFolder
@@ -146,6 +149,15 @@ def remember_epsilons(patched):
         return answers[key]
 
     patched.setattr(Accountant, "epsilon", epsilon)
+
+
+@contextmanager
+def on_made_up_documents():
+    """Let ``train`` train the small model on made-up documents."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dprc.train, "prepare_workload", workload)
+        remember_epsilons(patched)
+        yield
 
 
 def without_times(path: Path) -> list[str]:

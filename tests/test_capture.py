@@ -355,17 +355,20 @@ def test_a_parameter_without_axes():
     check(Scaled().double(), lambda m: m(x).square().sum(1))
 
 
+class Centred(nn.Module):
+    """Mixes the samples of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h - h.mean(0, keepdim=True))
+
+
 class TestIndependence:
     def test_a_first_batch_without_labels_shows_nothing(self):
-        class Centred(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 2)
-
-            def forward(self, x):
-                h = self.a(x)
-                return self.b(h - h.mean(0, keepdim=True))
-
         model = Centred()
         engine = make_engine(model)
         engine.backward(model(torch.randn(3, 6)).square().sum(1) * 0)
@@ -389,15 +392,6 @@ class TestIndependence:
             engine.backward(model(torch.randn(3, 6)).square().sum(1))
 
     def test_a_layer_that_mixes_samples_is_found(self):
-        class Centred(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 2)
-
-            def forward(self, x):
-                h = self.a(x)
-                return self.b(h - h.mean(0, keepdim=True))
-
         model = Centred()
         engine = make_engine(model)
         with pytest.raises(dprc.PrivacyError, match=r"a: the loss of one sample depends"):

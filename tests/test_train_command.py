@@ -19,9 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:privacy_seed")
 @pytest.fixture(autouse=True, scope="module")
 def toy():
     """Train the small model on made-up documents."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dprc.train, "prepare_workload", runs.workload)
-        runs.remember_epsilons(patched)
+    with runs.on_made_up_documents():
         yield
 
 

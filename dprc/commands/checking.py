@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dprc.commands.options import stay_offline
+
 # A norm wrong by more is no rounding of float32 layers inside a float64 model.
 TOLERANCE = 1e-4
 
@@ -30,9 +32,7 @@ def add_parsers(subparsers: Any) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    import os
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    stay_offline()
     import torch
 
     from dprc.checking import check_model, random_batch

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dprc.commands.options import counts
+from dprc.commands.options import counts, stay_offline
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -219,9 +219,7 @@ def _measure_norm_error(arguments: argparse.Namespace) -> None:
     for name, least in (("documents", 1), ("tokens", 2), ("repeats", 2)):
         if getattr(arguments, name) < least:
             raise ValueError(f"--{name}: must be at least {least}, got {getattr(arguments, name)}")
-    import os
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    stay_offline()
     from dprc import tasks
     from dprc.models import load_causal_lm, load_tokenizer
     from dprc.profiling import norm_error

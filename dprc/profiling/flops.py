@@ -32,8 +32,8 @@ class LayerShape:
                 raise ValueError(f"{name}: must be at least 1, got {value}")
 
 
-class _ShapesOnly(SketchSource):
-    """A sketch without numbers, for tensors without memory."""
+class ShapesOnlySketch(SketchSource):
+    """A sketch without numbers, made as one matrix, for tensors without memory."""
 
     def blocks(
         self,
@@ -45,6 +45,7 @@ class _ShapesOnly(SketchSource):
         dtype: torch.dtype,
         role: int = 0,
     ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield all rows at once."""
         copies = 1 if self.kind == "shared" else batch
         yield slice(0, rows), torch.empty(copies, rows, num_probes, device=device, dtype=dtype)
 
@@ -69,7 +70,7 @@ def count_flops(estimator: Estimator, shape: LayerShape) -> int:
     """
     activations = torch.empty(shape.batch, shape.tokens, shape.in_features, device="meta")
     grads = torch.empty(shape.batch, shape.tokens, shape.out_features, device="meta")
-    source = _ShapesOnly(Stream((0, 0)), getattr(estimator, "sketch", "per_sample"))
+    source = ShapesOnlySketch(Stream((0, 0)), getattr(estimator, "sketch", "per_sample"))
     # torch's counter knows baddbmm, not its in-place form.
     in_place = {torch.ops.aten.baddbmm_: _batched_product_flops}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dprc import estimators
 from dprc.estimators import Estimator
-from dprc.profiling.flops import LayerShape
+from dprc.profiling.flops import LayerShape, ShapesOnlySketch
 from dprc.profiling.meter import MemoryMeter, ShapesOnlyStream, Storage
 from dprc.sketch import SketchSource
 
@@ -39,23 +39,6 @@ class LayerMemory:
         return self.input_bytes + self.workspace_bytes
 
 
-class _WholeSketch(SketchSource):
-    """A sketch that is made as one matrix instead of block by block."""
-
-    def blocks(
-        self,
-        rows: int,
-        num_probes: int,
-        *,
-        batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        role: int = 0,
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        copies = 1 if self.kind == "shared" else batch
-        yield slice(0, rows), torch.empty(copies, rows, num_probes, device=device, dtype=dtype)
-
-
 def layer_memory(
     estimator: Estimator | None,
     shape: LayerShape,
@@ -81,7 +64,7 @@ def layer_memory(
     if dtype not in DTYPES:
         raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
     meter = MemoryMeter()
-    kind = _WholeSketch if whole_projection else SketchSource
+    kind = ShapesOnlySketch if whole_projection else SketchSource
     source = kind(ShapesOnlyStream((0, 0), meter), getattr(estimator, "sketch", "per_sample"))
     with FakeTensorMode():
         leading = (shape.batch, shape.tokens)
