@@ -76,7 +76,10 @@ def test_sigterm_ends_with_143_and_says_how_to_go_on(command, tmp_path, capsys, 
     assert (tmp_path / "out" / "metrics.json").exists()
 
 
-def test_control_c_ends_with_130(command, tmp_path, capsys, monkeypatch):
+def test_control_c_ends_with_130(command, tmp_path, capsys, monkeypatch, request):
+    # A shell's background jobs ignore SIGINT, and so does a Python that one of them starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with monkeypatch.context() as patched:
         signalled(patched, signal.SIGINT, step=5)
         assert main(command()) == 130
