@@ -70,7 +70,11 @@ def _save_whole(model: Any, folder: Path) -> None:
     _body(model).save_pretrained(folder)
     if isinstance(model, MeanPooledClassifier):
         save_file(model.head.state_dict(), folder / _HEAD)
-        about = {"num_labels": model.head.out_features, "pooling": "mean over real tokens"}
+        about = {
+            "num_labels": model.head.out_features,
+            "label_names": list(model.label_names),
+            "pooling": "mean over real tokens",
+        }
         (folder / _CLASSIFIER).write_text(json.dumps(about, indent=2) + "\n")
 
 
@@ -109,7 +113,8 @@ def load_classifier_folder(folder: Path) -> tuple[nn.Module, Any]:
         folder: Of the model.
 
     Returns:
-        (model, tokenizer); the model is in evaluation mode.
+        (model, tokenizer); the model is in evaluation mode, ``label_names`` (of the base under
+        adapters) says what its classes are.
 
     Raises:
         FileNotFoundError: The folder holds no such classifier.
@@ -138,4 +143,5 @@ def _load_whole(folder: Path) -> MeanPooledClassifier:
     weights = load_file(folder / _HEAD)
     model = MeanPooledClassifier(AutoModel.from_pretrained(folder), about["num_labels"], seed=0)
     model.head.to(weights["weight"].dtype).load_state_dict(weights)
+    model.label_names = tuple(about["label_names"])
     return model

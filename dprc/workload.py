@@ -11,7 +11,7 @@ from torch import nn
 from dprc import losses, metrics, tasks
 from dprc.examples import Examples, PromptedExamples, TokenisedExamples
 from dprc.generation import evaluating, generate
-from dprc.models import load_model
+from dprc.models import load_model, name_labels
 from dprc.settings import RunSettings, TaskSettings
 from dprc.tasks import Example, Task
 
@@ -57,6 +57,8 @@ def prepare_workload(settings: RunSettings) -> Workload:
         max_tokens=options.max_tokens,
         seed=settings.seed,
     )
+    if dataset.label_names:
+        name_labels(model, dataset.label_names)
     test = dataset.test[: options.evaluation_documents]
     make = _classification if task.kind == "classification" else _generation
     return make(task, options, model, tokenizer, dataset.train, test)

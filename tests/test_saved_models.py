@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dprc import saved_models
-from dprc.models import MeanPooledClassifier
+from dprc.models import MeanPooledClassifier, name_labels
 from dprc.privacy_card import write_card
 from dprc.saved_models import load_classifier_folder, save_model
 
@@ -67,11 +67,29 @@ def with_adapters(model, task_type=None, head=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_classifier_predicts_the_same_after_loading(dtype, tokenizer, tmp_path):
     model = classifier(dtype)
+    name_labels(model, ("sport", "tech", "art"))
     save_model(model, tokenizer, tmp_path / "model")
     loaded, its_tokenizer = load_classifier_folder(tmp_path / "model")
     assert torch.equal(loaded(IDS, MASK).logits, model(IDS, MASK).logits)
     assert its_tokenizer("word")["input_ids"] == [1]
     assert not loaded.training
+    assert loaded.label_names == ("sport", "tech", "art")
+
+
+def test_a_classifier_of_the_library_keeps_the_names_of_its_classes(tmp_path):
+    from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
+
+    config = configuration()
+    config.num_labels, config.pad_token_id = 2, 0
+    model = LlamaForSequenceClassification(config)
+    name_labels(model, ("spam", "ham"))
+    save_model(model, None, tmp_path / "model")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert loaded.config.id2label == {0: "spam", 1: "ham"}
+    assert loaded.config.label2id == {"spam": 0, "ham": 1}
+    adapted = with_adapters(model, task_type="SEQ_CLS")
+    name_labels(adapted, ("a", "b"))
+    assert adapted.get_base_model().config.id2label == {0: "a", 1: "b"}
 
 
 def test_a_language_model_is_loaded_by_its_library(tokenizer, tmp_path):

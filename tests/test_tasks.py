@@ -280,6 +280,96 @@ class TestHotpotQa(HubContract):
             task.read(tmp_path)
 
 
+class OwnContract(HubContract):
+    """For tasks that read a user's files: everything is declared, nothing is looked up."""
+
+    test_split = "test"
+    flags: tuple[str, ...] = ()
+
+    def test_without_a_hub_the_way_out_is_named(self, task):
+        with pytest.raises(ValueError, match=r"--source; it holds train.jsonl and test.jsonl"):
+            task.read()
+
+    def test_sizes_must_be_declared(self, task, source):
+        for side in ("train", "test"):
+            with pytest.raises(ValueError, match=f"size of the {side} split with --{side}-doc"):
+                replace(task, **{f"{side}_documents": 0}).read(source)
+
+    def test_the_command_reads_the_same_files(self, task, source, dataset, tmp_path):
+        words = ["prepare-data", "--task", task.name, "--source", str(source), *self.flags]
+        words += ["--train-documents", "12", "--test-documents", "5", "--out", str(tmp_path)]
+        assert main(words) == 0
+        assert tasks.load_dataset(tmp_path, task.name) == dataset
+
+    def test_the_order_of_the_files_does_not_matter(self, task, dataset, tmp_path):
+        for split, rows in self.rows().items():
+            write_rows(tmp_path / f"{split}.jsonl", rows[::-1])
+        texts = [(e.text, e.question, e.answers, e.label) for e in dataset.train]
+        again = task.read(tmp_path).train
+        assert [(e.text, e.question, e.answers, e.label) for e in again] == texts
+
+    def test_an_empty_text_is_named(self, task, tmp_path):
+        rows = self.rows()
+        rows["train"][4]["text"] = "  "
+        for split, some in rows.items():
+            write_rows(tmp_path / f"{split}.jsonl", some)
+        with pytest.raises(ValueError, match="train/4 has text '  '; text is needed"):
+            task.read(tmp_path)
+
+
+class TestOwnClassification(OwnContract):
+    name = "own_classification"
+    row = staticmethod(lambda i: {"text": words_of(i), "label": ["spam", "ham"][i % 2]})
+    columns = ("text", "label")
+    flags = ("--labels", "spam, ham")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def task(cls):
+        return replace(
+            tasks.get(cls.name), train_documents=12, test_documents=5, labels=("spam", "ham")
+        )
+
+    def test_labels_are_in_the_declared_order(self, dataset):
+        assert dataset.label_names == ("spam", "ham")
+        number = {words_of(i): i for i in range(30)}
+        assert [e.label for e in dataset.train] == [number[e.text] % 2 for e in dataset.train]
+
+    def test_a_label_that_was_not_declared_is_named(self, task, source):
+        with pytest.raises(ValueError, match=r"train/0 has label 'spam', --labels declares: a, b"):
+            replace(task, labels=("a", "b")).read(source)
+        for labels in ((), ("a",), ("a", "a")):
+            with pytest.raises(ValueError, match="declare the classes with --labels"):
+                replace(task, labels=labels).read(source)
+
+    def test_labels_are_refused_elsewhere(self, source, tmp_path, capsys):
+        words = ["prepare-data", "--task", "own_qa", "--source", str(source), "--labels", "a,b"]
+        assert main([*words, "--out", str(tmp_path)]) == 2
+        assert "--labels: task own_qa" in capsys.readouterr().err
+
+
+class TestOwnSummary(OwnContract):
+    name = "own_summary"
+    row = staticmethod(lambda i: {"text": words_of(i), "summary": f" About {i}. "})
+    columns = ("text", "summary")
+
+
+class TestOwnQa(OwnContract):
+    name = "own_qa"
+    row = staticmethod(
+        lambda i: {"text": words_of(i), "question": f" Who is {i}? ", "answer": f"Ann {i}"}
+    )
+    columns = ("text", "question", "answer")
+
+    def test_of_two_questions_on_a_text_one_is_kept(self, task, tmp_path):
+        rows = self.rows()
+        rows["train"].append(rows["train"][0] | {"question": "A?", "answer": "B"})
+        for split, some in rows.items():
+            write_rows(tmp_path / f"{split}.jsonl", some)
+        asked = [e.question for e in task.read(tmp_path).train if e.text == words_of(0)]
+        assert asked == ["A?"]
+
+
 class TestBbcOffline(TaskContract):
     name = "bbc_offline"
 

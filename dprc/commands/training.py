@@ -21,6 +21,7 @@ def add_parsers(subparsers: Any) -> None:
     )
     data.add_argument("--task", required=True, help="name of the task, e.g. bbc_offline")
     data.add_argument("--source", type=Path, help="folder of local files in place of the source")
+    data.add_argument("--labels", help="own_classification: the classes, separated by commas")
     for split in ("train", "test"):
         data.add_argument(
             f"--{split}-documents", type=_count, help=f"public size of the {split} split"
@@ -88,8 +89,12 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
         for name in ("train_documents", "test_documents")
         if getattr(arguments, name) is not None
     }
-    task: Any = tasks.get(arguments.task)
-    tasks.save_dataset(replace(task, **sizes), arguments.out, arguments.source)
+    task: Any = replace(tasks.get(arguments.task), **sizes)  # type: ignore[type-var]
+    if arguments.labels is not None:
+        if not hasattr(task, "labels"):
+            raise ValueError(f"--labels: task {task.name} brings its own or has none")
+        task = replace(task, labels=tuple(name.strip() for name in arguments.labels.split(",")))
+    tasks.save_dataset(task, arguments.out, arguments.source)
 
 
 def _prepare_model(arguments: argparse.Namespace) -> None:

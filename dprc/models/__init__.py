@@ -6,6 +6,7 @@ from dprc.models.loading import (
     load_classifier,
     load_model,
     load_tokenizer,
+    name_labels,
 )
 from dprc.models.prepare import save_llama, save_smollm2, save_tiny_llama
 from dprc.models.smollm2 import smollm2, smollm2_embedding, smollm2_tokenizer
@@ -18,6 +19,7 @@ __all__ = [
     "load_classifier",
     "load_model",
     "load_tokenizer",
+    "name_labels",
     "principal_components",
     "save_llama",
     "save_smollm2",

@@ -1,6 +1,7 @@
 """From a prepared folder to a model that a run trains: head, precision, LoRA, checkpointing."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ class MeanPooledClassifier(nn.Module):
         backbone: A transformers model that returns ``last_hidden_state``.
         num_labels: Classes.
         seed: Of the head's initialisation.
+
+    Attributes:
+        label_names: Name of each class, kept with the saved model; none if they are not known.
     """
 
     backbone: Any
@@ -36,6 +40,7 @@ class MeanPooledClassifier(nn.Module):
     def __init__(self, backbone: Any, num_labels: int, seed: int) -> None:
         super().__init__()
         self.backbone = backbone
+        self.label_names: tuple[str, ...] = ()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.head = nn.Linear(backbone.config.hidden_size, num_labels)
@@ -163,6 +168,21 @@ def _on_public_embedding(
     if num_labels is None:
         return fresh
     return MeanPooledClassifier(fresh, num_labels, seed).to(options["dtype"])
+
+
+def name_labels(model: Any, label_names: Sequence[str]) -> None:
+    """Let a classifier know what its classes are called, so that its saved form says it.
+
+    Args:
+        model: From ``load_model``.
+        label_names: In the order of the logits.
+    """
+    bare = model.get_base_model() if hasattr(model, "peft_config") else model
+    if isinstance(bare, MeanPooledClassifier):
+        bare.label_names = tuple(label_names)
+    else:
+        bare.config.id2label = dict(enumerate(label_names))
+        bare.config.label2id = {name: index for index, name in enumerate(label_names)}
 
 
 def load_classifier(folder: Path, num_labels: int, seed: int) -> tuple[Any, Any]:

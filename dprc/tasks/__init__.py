@@ -6,10 +6,21 @@ from dprc.tasks.bbc import Bbc, BbcOffline
 from dprc.tasks.billsum import Billsum
 from dprc.tasks.files import load_dataset, save_dataset
 from dprc.tasks.hotpotqa import HotpotQa
+from dprc.tasks.own import OwnClassification, OwnQa, OwnSummary
 
 _TASKS: dict[str, Task] = {
     task.name: task
-    for task in (Bbc(), Billsum(), HotpotQa(), BbcOffline(), AclsumSummary(), AclsumQa())
+    for task in (
+        Bbc(),
+        Billsum(),
+        HotpotQa(),
+        BbcOffline(),
+        AclsumSummary(),
+        AclsumQa(),
+        OwnClassification(),
+        OwnSummary(),
+        OwnQa(),
+    )
 }
 
 
