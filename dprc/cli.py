@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int | None = parsed.run(parsed)
     except (ValueError, TypeError, PrivacyError, OSError, ImportError) as error:
         # Bad input is told in one line; a defect of ours keeps its traceback.
-        print(f"dprc {parsed.command}: error: {error}", file=sys.stderr)
+        line = " ".join(str(error).split())
+        print(f"dprc {parsed.command}: error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"dprc {parsed.command}: interrupted; no result was written", file=sys.stderr)

@@ -206,4 +206,8 @@ def read_settings(path: str, stdin: Any) -> RunSettings:
     """Read settings from a file, or from ``stdin`` when the path is ``-``."""
     if path == "-":
         return parse_settings(stdin.read(), origin="standard input")
-    return parse_settings(Path(path).read_text(encoding="utf-8"), origin=path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not text in UTF-8 ({error})") from None
+    return parse_settings(text, origin=path)

@@ -1,6 +1,7 @@
 """`dprc check`: right models pass, a wrong capture is caught."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def test_a_wrong_capture_fails(folder, capsys, monkeypatch):
     )
     assert main(["check", "--model", str(folder)]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{not", "is not JSON"),
+        ('{"input_ids": [[1, 2], [3]]}', "input_ids in .* must be rows of integers"),
+        ('{"input_ids": [1, 2]}', "input_ids in .* must be rows of integers"),
+        ('{"labels": [[1]], "input_ids": [[1, 2]]}', "labels in .* must be rows of integers"),
+        ('{"input_ids": [["a"]]}', "input_ids in .* must be rows of integers"),
+        ('{"input_ids": [[]]}', "holds no tokens"),
+    ],
+)
+def test_a_malformed_batch_is_one_line(text, message, folder, tmp_path, capsys):
+    (tmp_path / "batch.json").write_text(text)
+    assert main(["check", "--model", str(folder), "--batch", str(tmp_path / "batch.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
 
 
 def test_the_users_batch_is_used(folder, tmp_path, capsys):

@@ -58,6 +58,14 @@ def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+def test_settings_that_are_no_text_are_refused_in_one_line(capsys, tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"seed: \xff\xfe")
+    words = ["train", "--config", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is not text in UTF-8" in line
+
+
 def test_a_misspelt_setting_is_refused_before_anything_slow(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"sede": 1}'))
     assert main(["train", "--config", "-", "--out", "x"]) == 2

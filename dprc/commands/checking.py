@@ -69,11 +69,26 @@ def _check(arguments: argparse.Namespace) -> int:
 def _read_batch(path: Path) -> dict[str, Any]:
     import torch
 
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also text that is not UTF-8
+        raise ValueError(f"--batch: {path} is not JSON: {error}") from None
     if not isinstance(raw, dict) or "input_ids" not in raw:
         raise ValueError(f"--batch: {path} must hold an object with 'input_ids'")
-    batch = {name: torch.tensor(value) for name, value in raw.items()}
+    batch = {}
+    for name in sorted(raw, key=lambda name: name != "input_ids"):
+        try:
+            batch[name] = torch.tensor(raw[name], dtype=torch.long)
+        except (ValueError, TypeError, RuntimeError):
+            batch[name] = torch.empty(0)
+        if batch[name].dim() != 2 or batch[name].shape != batch["input_ids"].shape:
+            raise ValueError(
+                f"--batch: {name} in {path} must be rows of integers, as many and as long as "
+                "those of input_ids and all of one length; pad the short ones"
+            )
     ids = batch["input_ids"]
+    if not ids.numel():
+        raise ValueError(f"--batch: {path} holds no tokens")
     batch.setdefault("attention_mask", torch.ones_like(ids))
     batch.setdefault("labels", ids.masked_fill(batch["attention_mask"] == 0, -100))
     return batch
