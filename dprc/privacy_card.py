@@ -6,7 +6,6 @@ from typing import Any
 
 from dprc.engine import PrivacyEngine
 from dprc.results import write_json_atomic, write_text_atomic
-from dprc.settings import PrivacySettings, TrainingSettings
 
 COVERED = (
     "The parameters in this folder, and all parameters after every single step, together. "
@@ -31,9 +30,14 @@ NOT_COVERED = (
 
 
 def privacy_facts(
-    engine: PrivacyEngine, privacy: PrivacySettings, training: TrainingSettings
+    engine: PrivacyEngine, *, delta: float, epsilon_target: float | None
 ) -> dict[str, Any]:
     """Return what was promised and with which parameters.
+
+    Args:
+        engine: After its steps.
+        delta: What ε is computed for.
+        epsilon_target: What the noise was calibrated for; None where it was given.
 
     ``dprc epsilon`` gives the same ``epsilon`` for ``noise_multiplier``, ``delta``,
     ``sample_rate``, ``steps``, ``accounted_estimator``, ``num_probes``, ``head_rank``, ``sketch``
@@ -41,12 +45,12 @@ def privacy_facts(
     """
     exact = engine.law.is_exact
     return {
-        "epsilon": engine.epsilon(privacy.delta),
-        "epsilon_target": privacy.epsilon,
-        "delta": privacy.delta,
+        "epsilon": engine.epsilon(delta),
+        "epsilon_target": epsilon_target,
+        "delta": delta,
         "noise_multiplier": engine.noise_multiplier,
         "max_grad_norm": engine.max_grad_norm,
-        "sample_rate": training.sample_rate,
+        "sample_rate": engine.sample_rate,
         "expected_batch_size": engine.expected_batch_size,
         "steps": engine.accountant.steps,
         "mechanism": "DP-SGD: Poisson sampling, clipping of each sample's gradient, Gaussian noise",

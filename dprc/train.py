@@ -339,7 +339,9 @@ def _finish(run: Run, place: RunFolder) -> dict[str, Any]:
         engine = run.update.engine
         drawn = log.total("nonprivate_batch_size")
         metrics["nonprivate_clipped_fraction"] = engine.clipped_samples / max(drawn, 1)
-        facts = privacy_facts(engine, settings.privacy, settings.training)
+        facts = privacy_facts(
+            engine, delta=settings.privacy.delta, epsilon_target=settings.privacy.epsilon
+        )
         engine.detach()
     place.write_log(log)
     with place.writing("the results"):
