@@ -18,6 +18,7 @@ _REPORTED_PACKAGES = (
     "dp-accounting",
     "transformers",
     "peft",
+    "opacus",
 )
 
 
