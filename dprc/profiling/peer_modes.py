@@ -262,7 +262,8 @@ def _opacus(
             return torch.as_tensor(wrapped.per_sample_gradient_norms)
         # As DPOptimizer.clip_and_accumulate takes them.
         each = [g.reshape(len(g), -1).norm(2, dim=-1) for g in private.grad_samples]
-        return torch.linalg.vector_norm(torch.stack(each, dim=1), dim=1)
+        together: torch.Tensor = torch.stack(each, dim=1).norm(2, dim=1)
+        return together
 
     def finish() -> None:
         private.step()
