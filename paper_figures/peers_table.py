@@ -67,11 +67,14 @@ def describe(result: dict[str, Any]) -> str:
         for name in ("torch", "transformers", "opacus")
         if versions.get(name)
     )
-    threads = "1 thread" if said["threads"] == 1 else f"{said['threads']} threads"
     noise = "noise included in all libraries" if said["noise"] else "no noise in any library"
+    start = f"{said['machine']}, {said['date']}; {libraries}; {said['dtype']}; {noise}"
+    if all(row["time_ratio"] is None for row in result["metrics"]["rows"]):
+        return f"{start}."
+    threads = "1 thread" if said["threads"] == 1 else f"{said['threads']} threads"
     return (
-        f"{said['machine']}, {threads}, {said['date']}; {libraries}; {said['dtype']}; "
-        f"{said['clock']} and {said['memory_source']} over the model, as ratios; {noise}."
+        f"{start}; {said['clock']} on {threads}, and {said['memory_source']} over the model, as "
+        "ratios to the step without privacy."
     )
 
 

@@ -208,13 +208,21 @@ def compare_peers(arguments):
             "num_probes": None,
             "head_rank": None,
             "setting": "full",
+            "architecture": "llama",
+            "training": "full",
+            "tied": False,
+            "checkpointing": None,
+            "micro_batches": 1,
             "tokens": 64,
             "batch": 2,
             "status": "ok",
             "message": None,
             "max_norm_error": 1e-6 if estimator else None,
             "clipped_sum_error": 1e-6 if estimator else None,
-            "time_ratio": 1.0 if arguments.rounds != "0" else None,
+            **dict.fromkeys(
+                ("time_ratio", "time_seconds", "time_seconds_low", "time_seconds_high"),
+                1.0 if arguments.rounds != "0" else None,
+            ),
             "peak_memory_ratio": 1.0 if arguments.rounds != "0" else None,
         }
         for mode, library, estimator in (
