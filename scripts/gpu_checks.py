@@ -26,8 +26,9 @@ from dprc.engine import PrivacyEngine
 from dprc.losses import causal_lm_loss
 from dprc.profiling.device import device_name, measure_peak, resolve_device
 from dprc.profiling.flops import LayerShape
-from dprc.profiling.latency import profile_layer, time_interleaved
+from dprc.profiling.latency import profile_layer
 from dprc.profiling.peer_settings import Setting, build_model
+from dprc.profiling.timing import time_interleaved
 from dprc.results import write_result
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,6 @@ import torch
 
 from dprc.errors import PrivacyError
 from dprc.profiling.device import device_name, resolve_device
-from dprc.profiling.latency import clock_of, time_interleaved
 from dprc.profiling.peer_memory import peak_bytes
 from dprc.profiling.peer_modes import (
     MAX_GRAD_NORM,
@@ -29,6 +28,7 @@ from dprc.profiling.peer_modes import (
     make_step,
 )
 from dprc.profiling.peer_settings import BATCH, Setting, Truth, build_model, make_batch
+from dprc.profiling.timing import clock_of, time_interleaved
 
 STATUSES = ("ok", "wrong", "refused", "missing")
 # Relative errors of float32 sums over large layers reach a few 1e-4 elsewhere.
