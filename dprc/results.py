@@ -20,6 +20,7 @@ _REPORTED_PACKAGES = (
     "dp-accounting",
     "transformers",
     "peft",
+    "opacus",
 )
 
 

@@ -26,8 +26,9 @@ from dprc.engine import PrivacyEngine
 from dprc.losses import causal_lm_loss
 from dprc.profiling.device import device_name, measure_peak, resolve_device
 from dprc.profiling.flops import LayerShape
-from dprc.profiling.latency import profile_layer, time_interleaved
-from dprc.profiling.peers import build_model
+from dprc.profiling.latency import profile_layer
+from dprc.profiling.peer_settings import Setting, build_model
+from dprc.profiling.timing import time_interleaved
 from dprc.results import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +84,7 @@ def take_steps(
     modes: dict[str, Callable[[], torch.Tensor | None]] = {}
     engines: dict[str, PrivacyEngine] = {}
     for name in ("nonprivate", *(f"{e}/{s}" for e in chosen for s in SCHEDULES)):
-        model = build_model(hidden_size=hidden_size).to(device, torch.bfloat16)
+        model = build_model(Setting(hidden_size=hidden_size)).to(device, torch.bfloat16)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         if name == "nonprivate":
             modes[name] = _plain_step(model, optimizer, batch)

@@ -12,7 +12,8 @@ from dprc.cli import main
 from dprc.profiling import latency
 from dprc.profiling.device import Occupancy
 from dprc.profiling.flops import LayerShape
-from dprc.profiling.latency import Timing, profile_layer, time_interleaved
+from dprc.profiling.latency import profile_layer
+from dprc.profiling.timing import Timing, time_interleaved
 
 CPU = torch.device("cpu")
 LAYER = ["profile-layer", "--in-features", "48", "--out-features", "32", "--tokens", "20"]

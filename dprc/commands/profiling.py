@@ -3,6 +3,9 @@
 import argparse
 import json
 import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +101,26 @@ def _add_measure_norm_error(subparsers: Any) -> None:
 def _add_compare_peers(subparsers: Any) -> None:
     peers = subparsers.add_parser(
         "compare-peers",
-        help="time and memory of a training step, mode by mode",
+        help="training steps side by side: ours, Opacus', and without privacy",
         description=(
-            "Take training steps of a small Llama in every mode, interleaved in one run, and print "
-            "time and memory as ratios to the step without privacy."
+            "Take training steps in every mode on the same model and batch. Norms and clipped sums "
+            "are checked against brute force; then time, in turns, and peak memory are given as "
+            "ratios to the step without privacy. What is wrong or refused is said and not timed."
         ),
-        epilog="example: dprc compare-peers --tokens 1024,2048 --json",
+        epilog="example: dprc compare-peers --tokens 2048 --modes all --out peers.json",
     )
-    peers.add_argument("--tokens", default="1024", help="sequence lengths (default: 1024)")
-    peers.add_argument("--modes", help="names separated by commas (default: a chosen few)")
-    peers.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
-    peers.add_argument("--no-memory", action="store_true", help="leave memory out")
+    add = peers.add_argument
+    add("--tokens", help="sequence lengths (default: 1024; of the grid 512,1024,2048,4096)")
+    add("--modes", help="names separated by commas, or all (default: a chosen few)")
+    add("--settings", help="models and ways to train, or all (default: full; of the grid all)")
+    add("--grid", action="store_true", help="all modes, settings and lengths: many hours")
+    add("--rounds", type=int, default=5, help="timed in turns (default: 5); 0 checks only")
+    add("--no-memory", action="store_true", help="leave memory out")
+    add("--no-noise", action="store_true", help="leave noise out, in all libraries")
+    add("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add("--threads", type=int, default=1, metavar="N", help="of the CPU (default: 1)")
+    add("--hidden-size", type=int, default=512, metavar="D", help="(default: 512)")
+    add("--layers", type=int, default=4, metavar="N", help="of the model (default: 4)")
     _add_output(peers)
     peers.set_defaults(run=_compare_peers)
 
@@ -269,26 +281,93 @@ def _measure_norm_error(arguments: argparse.Namespace) -> None:
 
 
 def _compare_peers(arguments: argparse.Namespace) -> None:
-    tokens = counts("--tokens", arguments.tokens)
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds: must be at least 1, got {arguments.rounds}")
-
-    from dprc.profiling.peers import DEFAULT_MODES, compare
+    tokens = counts(
+        "--tokens", arguments.tokens or ("512,1024,2048,4096" if arguments.grid else "1024")
+    )
+    for name, least in (("rounds", 0), ("threads", 1), ("layers", 1), ("hidden_size", 16)):
+        if getattr(arguments, name) < least:
+            option = name.replace("_", "-")
+            raise ValueError(
+                f"--{option}: must be at least {least}, got {getattr(arguments, name)}"
+            )
+    if min(tokens) < 2:
+        raise ValueError("--tokens: must be at least 2, for the next token is learned")
+    if arguments.hidden_size % 16:
+        raise ValueError(f"--hidden-size: must be a multiple of 16, got {arguments.hidden_size}")
+    stay_offline()
+    from dprc.profiling import peers
+    from dprc.profiling.device import device_name, resolve_device
+    from dprc.profiling.peer_modes import DEFAULT_MODES, MODES, OPACUS_MISSING, is_missing
+    from dprc.profiling.peer_settings import SETTINGS
     from dprc.results import write_result
 
-    modes = arguments.modes.split(",") if arguments.modes else list(DEFAULT_MODES)
-    rows = compare(modes, tokens, rounds=arguments.rounds, memory=not arguments.no_memory)
-    if arguments.out:
-        config = {"modes": modes, "tokens": tokens, "rounds": arguments.rounds}
-        write_result(
-            arguments.out, config=config, metrics={"rows": rows}, privacy=None, made_by="peers"
-        )
+    everything = "all" if arguments.grid else None
+    modes = _names(arguments.modes or everything, DEFAULT_MODES, MODES)
+    settings = _names(arguments.settings or everything, ("full",), SETTINGS)
+    chosen = peers.choose_modes(modes)
+    if arguments.modes and arguments.modes != "all" and any(map(is_missing, chosen)):
+        raise ImportError(f"--modes: {OPACUS_MISSING}")
+    unknown = [name for name in settings if name not in SETTINGS]
+    if unknown:
+        raise ValueError(f"--settings: must be of {', '.join(SETTINGS)}, got {unknown[0]!r}")
+    sizes = {"hidden_size": arguments.hidden_size, "layers": arguments.layers}
+    device = resolve_device(arguments.device)
+    options = {"device": arguments.device, "threads": arguments.threads}
+    measurement = peers.describe_measurement(**options, noise=not arguments.no_noise)
+    config = _settings(arguments) | {"modes": modes, "tokens": tokens, "settings": settings}
+    rows: list[dict[str, Any]] = []
+
+    def save(*, valid: bool) -> None:
+        if arguments.out:
+            metrics = {"rows": rows, "measurement": measurement}
+            named = device_name(device)
+            write_result(
+                arguments.out,
+                config=config,
+                metrics=metrics,
+                privacy=None,
+                valid=valid,
+                device=named,
+                made_by="peers",
+            )
+
+    warnings.filterwarnings("ignore", message="Full backward hook")  # Opacus' way of working
+    for some in peers.compare(
+        modes,
+        tokens,
+        [replace(SETTINGS[name], **sizes) for name in settings],
+        rounds=arguments.rounds,
+        memory=not arguments.no_memory,
+        noise=not arguments.no_noise,
+        **options,
+        progress_fn=lambda text: print(f"{text} …", file=sys.stderr),
+    ):
+        rows += some
+        save(valid=False)  # what is there after a crash of a long run, and enters no figure
+        if not arguments.json:
+            for row in some:
+                print(_peer_line(row), flush=True)
+    save(valid=True)
     if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
-        return
-    for row in rows:
-        memory = row["peak_memory_ratio"]
-        print(
-            f"{row['mode']:<26} T={row['tokens']:<7} time {row['time_ratio']:5.2f} x  "
-            f"memory {'-' if memory is None else f'{memory:5.2f} x'}"
-        )
+        print(json.dumps({"rows": rows, "measurement": measurement}, indent=2))
+
+
+def _names(text: str | None, default: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Read names separated by commas; ``all`` are all known ones."""
+    if text is None:
+        return list(default)
+    return list(known) if text == "all" else text.split(",")
+
+
+def _peer_line(row: dict[str, Any]) -> str:
+    def ratio(value: float | None) -> str:
+        return "    -  " if value is None else f"{value:5.2f} x"
+
+    start = f"{row['setting']:<27} T={row['tokens']:<6} {row['mode']:<28}"
+    if row["status"] != "ok":
+        return f"{start} {row['status']}: {row['message']}"
+    error = row["max_norm_error"]
+    norms = "" if error is None else f"  norms within {error:.1e}"
+    return (
+        f"{start} time {ratio(row['time_ratio'])}  memory {ratio(row['peak_memory_ratio'])}{norms}"
+    )

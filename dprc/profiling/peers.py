@@ -1,231 +1,259 @@
-"""Training steps side by side: every mode on the same model and batch, interleaved in one run.
+"""Training steps side by side: every mode on the same model and batch, checked and then timed.
 
-Times are CPU time of the whole process, which other work on the machine changes little; memory is
-the peak resident size over that of the model, each mode in a process of its own.
+Each mode's norms and clipped sum are compared with brute force first; what is wrong or refused is
+reported as such and not timed.
 """
 
-import json
+import datetime
+import gc
 import os
-import statistics
-import subprocess
-import sys
-import time
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-from dprc.engine import PrivacyEngine
-
-BATCH = 2
-VOCABULARY = 4096
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One way to take a training step.
-
-    Args:
-        estimator: None for a step without privacy.
-        schedule: Of the engine.
-    """
-
-    name: str
-    estimator: str | None = None
-    schedule: str | None = None
-
-
-MODES = {
-    mode.name: mode
-    for mode in (
-        Mode("nonprivate"),
-        *(
-            Mode(f"{estimator}_{schedule}", estimator, schedule)
-            for schedule in ("two_pass", "book_keeping")
-            for estimator in ("exact", "tiled", "ghost", "hutchinson", "hutchpp")
-        ),
-    )
-}
-DEFAULT_MODES = (
-    "nonprivate",
-    "exact_two_pass",
-    "hutchinson_two_pass",
-    "exact_book_keeping",
-    "hutchinson_book_keeping",
+from dprc.errors import PrivacyError
+from dprc.profiling.device import device_name, resolve_device
+from dprc.profiling.peer_memory import peak_bytes
+from dprc.profiling.peer_modes import (
+    MAX_GRAD_NORM,
+    MODES,
+    OPACUS_MISSING,
+    Mode,
+    Step,
+    is_missing,
+    make_step,
 )
+from dprc.profiling.peer_settings import BATCH, Setting, Truth, build_model, make_batch
+from dprc.profiling.timing import clock_of, time_interleaved
 
-
-def build_model(*, hidden_size: int = 512, layers: int = 4) -> Any:
-    """Make the Llama that all modes train: hidden 512, 4 layers, vocabulary 4096, float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=1 << 17,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def make_batch(tokens: int) -> torch.Tensor:
-    """Make (2, tokens) random ids."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(VOCABULARY, (BATCH, tokens), generator=generator)
-
-
-def whole_losses(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Return (B,) mean losses from the whole logits."""
-    logits = model(input_ids=ids).logits[:, :-1]
-    each = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    return each.mean(1)
-
-
-def make_step(mode: Mode, model: nn.Module, ids: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """Return a function that takes one whole step, noise included; it returns squared norms."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    if mode.estimator is None:
-
-        def plain() -> None:
-            torch.autograd.backward(whole_losses(model, ids).mean())
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        return plain
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        engine = PrivacyEngine(
-            model,
-            optimizer,
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-            sample_rate=0.01,
-            expected_batch_size=BATCH,
-            estimator=mode.estimator,
-            schedule=str(mode.schedule),
-            privacy_seed=0,
-        )
-
-    def private() -> torch.Tensor:
-        engine.backward(whole_losses(model, ids))
-        engine.step()
-        return engine.squared_norms
-
-    return private
+STATUSES = ("ok", "wrong", "refused", "missing")
+# Relative errors of float32 sums over large layers reach a few 1e-4 elsewhere.
+TOLERANCE = 1e-3
+# Two-sided probability of 5 standard deviations of a normal law.
+_TAIL = 5.7e-7
+_LONGEST_MESSAGE = 160
 
 
 def compare(
-    modes: Sequence[str], tokens: Sequence[int], *, rounds: int = 5, memory: bool = True
-) -> list[dict[str, Any]]:
-    """Time and weigh the modes.
+    modes: Sequence[str],
+    tokens: Sequence[int],
+    settings: Sequence[Setting],
+    *,
+    rounds: int = 5,
+    memory: bool = True,
+    noise: bool = True,
+    device: str = "cpu",
+    threads: int = 1,
+    progress_fn: Callable[[str], None] = lambda text: None,
+) -> Iterator[list[dict[str, Any]]]:
+    """Check, time and weigh the modes.
 
     Args:
         modes: Names of ``MODES``; ``nonprivate`` is added, for the ratios are to it.
         tokens: Sequence lengths.
-        rounds: Interleaved rounds; the median of each mode is reported.
-        memory: Whether to measure memory, which starts a process for each mode and length.
+        settings: Models and ways to train them.
+        rounds: Interleaved rounds; the median of each mode is reported. 0 checks only.
+        memory: Whether to measure memory, which starts a process for each row.
+        noise: Whether private steps add noise.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: Of torch on a CPU.
+        progress_fn: Told what is done next.
 
-    Returns:
-        A row for each mode and length: ``mode``, ``library``, ``estimator``, ``schedule``,
-        ``tokens``, ``time_ratio``, ``time_seconds`` (CPU time), ``peak_memory_ratio`` (None if not
-        measured), ``max_norm_error`` (relative; of a randomized estimator its error in this batch).
+    Yields:
+        For each setting and length, a row for each mode: the setting's and the mode's fields,
+        ``tokens``, ``batch``, ``status`` of ``STATUSES``, ``message`` (None if ok),
+        ``max_norm_error`` (relative; of a randomized estimator its error in this batch),
+        ``clipped_sum_error`` (relative, given its norms), ``time_seconds`` (median, and quartiles
+        as ``_low`` and ``_high``), ``peak_bytes`` (over the model), and ``time_ratio`` and
+        ``peak_memory_ratio`` to the step without privacy. What was not measured is None.
 
     Raises:
-        ValueError: An unknown mode.
+        ValueError: An unknown mode or device.
+        RuntimeError: The memory of a mode other than a peer's could not be measured.
     """
-    unknown = [name for name in modes if name not in MODES]
+    chosen = choose_modes(modes)
+    where = resolve_device(device)
+    torch.set_num_threads(threads)
+    for setting in settings:
+        for length in tokens:
+            progress_fn(f"{setting.name}, {length} tokens: checking")
+            ids = make_batch(length).to(where)
+            rows, steps = _check(chosen, setting, ids, noise=noise, keep=rounds > 0)
+            if rounds > 0:
+                progress_fn(f"{setting.name}, {length} tokens: timing")
+                _time(rows, steps, where, rounds)
+            del steps
+            gc.collect()
+            if memory:
+                for row in rows:
+                    if row["status"] == "ok":
+                        progress_fn(f"{setting.name}, {length} tokens: memory of {row['mode']}")
+                        _weigh(row, setting, noise=noise, device=device, threads=threads)
+            _add_ratios(rows)
+            yield rows
+
+
+def choose_modes(names: Sequence[str]) -> list[Mode]:
+    """Return the modes of names, ``nonprivate`` first.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    unknown = [name for name in names if name not in MODES]
     if unknown:
         raise ValueError(f"--modes: must be of {', '.join(MODES)}, got {unknown[0]!r}")
-    names = list(dict.fromkeys(["nonprivate", *modes]))
-    rows = []
-    for length in tokens:
-        ids = make_batch(length)
-        truth = _brute_force_norms(ids)
-        steps = {name: make_step(MODES[name], build_model(), ids) for name in names}
-        errors = {name: _norm_error(step(), truth) for name, step in steps.items()}  # warms up
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(rounds):
-            for name, step in steps.items():
-                started = time.process_time()
-                step()
-                seconds[name].append(time.process_time() - started)
-        median = {name: statistics.median(values) for name, values in seconds.items()}
-        peak = {name: _peak_bytes(name, length) if memory else None for name in names}
-        for name in names:
-            mine, reference = peak[name], peak["nonprivate"]
-            rows.append(
-                {
-                    "mode": name,
-                    "library": "torch" if name == "nonprivate" else "dprc",
-                    "estimator": MODES[name].estimator,
-                    "schedule": MODES[name].schedule,
-                    "tokens": length,
-                    "time_ratio": median[name] / median["nonprivate"],
-                    "time_seconds": median[name],
-                    "peak_memory_ratio": mine / reference if mine and reference else None,
-                    "max_norm_error": errors[name],
-                }
-            )
-    return rows
+    return [MODES[name] for name in dict.fromkeys(["nonprivate", *names])]
 
 
-def _brute_force_norms(ids: torch.Tensor) -> torch.Tensor:  # (B,) squared
-    model = build_model()
-    losses = whole_losses(model, ids)
-    norms = []
-    for loss in losses:
-        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-        norms.append(torch.stack([grad.double().square().sum() for grad in grads]).sum())
-    return torch.stack(norms)
+def describe_measurement(*, device: str, threads: int, noise: bool) -> dict[str, Any]:
+    """Say where, when and how times and memory are taken."""
+    where = resolve_device(device)
+    cuda = where.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": device_name(where) if cuda else _processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "clock": clock_of(where),
+        "memory_source": "peak of torch's allocator" if cuda else "peak resident size",
+        "noise": noise,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "optimizer": "sgd",
+        "dtype": "float32",
+    }
 
 
-def _norm_error(squared: torch.Tensor | None, truth: torch.Tensor) -> float | None:
-    if squared is None:
-        return None
-    return float((squared.double().sqrt() / truth.sqrt() - 1).abs().max())
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
-def _peak_bytes(mode: str, tokens: int) -> int:
-    """Measure a mode in a process of its own, whose allocator gives freed memory back at once."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "dprc.profiling.peers", mode, str(tokens)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+def _check(
+    modes: Sequence[Mode], setting: Setting, ids: torch.Tensor, *, noise: bool, keep: bool
+) -> tuple[list[dict[str, Any]], dict[str, Step]]:
+    """Compare one step of each mode with the truth; return rows, and the steps of the right ones.
+
+    It is also the first step of each mode, with what is done only once.
+    """
+    truth = Truth.of(setting, ids)
+    rows, steps = [], {}
+    for mode in modes:
+        row = _new_row(mode, setting, ids.shape[1])
+        rows.append(row)
+        if is_missing(mode):
+            row |= {"status": "missing", "message": OPACUS_MISSING}
+            continue
+        # A peer may fail in any way; of the engine only a refusal is an answer.
+        expected: type[Exception] = Exception if mode.library == "opacus" else PrivacyError
+        try:
+            model = build_model(setting).to(ids.device)
+            step = make_step(mode, setting, model, ids, noise=noise)
+            norms, total = step.take_apart()
+            if norms is not None:
+                row["max_norm_error"] = truth.norm_error(norms)
+                row["clipped_sum_error"] = truth.sum_error(total, norms, MAX_GRAD_NORM)
+        except expected as error:
+            row |= {"status": "refused", "message": first_line(error)}
+            continue
+        if norms is not None:
+            row["message"] = _find_fault(mode, norms, truth, row)
+            if row["message"]:
+                row["status"] = "wrong"
+                continue
+        if keep:
+            steps[mode.name] = step
+    return rows, steps
+
+
+def _new_row(mode: Mode, setting: Setting, tokens: int) -> dict[str, Any]:
+    made = asdict(setting)
+    name = made.pop("name")
+    own = asdict(mode)
+    measured = (
+        "max_norm_error",
+        "clipped_sum_error",
+        "time_ratio",
+        "time_seconds",
+        "time_seconds_low",
+        "time_seconds_high",
+        "peak_memory_ratio",
+        "peak_bytes",
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"measuring {mode} at {tokens} tokens failed:\n{done.stderr}")
-    return int(json.loads(done.stdout)["peak_bytes"])
+    return {
+        "mode": own.pop("name"),
+        **own,
+        "setting": name,
+        **made,
+        "tokens": tokens,
+        "batch": BATCH,
+        "status": "ok",
+        "message": None,
+        **dict.fromkeys(measured),
+    }
 
 
-def _status_bytes(field: str) -> int:
-    """Read a size of this process from Linux, VmRSS (now) or VmHWM (peak)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    line = next(line for line in lines if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
+def _find_fault(mode: Mode, norms: torch.Tensor, truth: Truth, row: dict[str, Any]) -> str | None:
+    """Say what is wrong with norms and sum; None if nothing is."""
+    faults = []
+    if mode.num_probes is None:
+        if not row["max_norm_error"] <= TOLERANCE:
+            faults.append(f"norms off by {_percent(row['max_norm_error'])}")
+    else:
+        from scipy.stats import chi2
+
+        # No estimate spreads more than that of a gradient of rank one.
+        low, high = chi2.ppf((_TAIL / 2, 1 - _TAIL / 2), mode.num_probes) / mode.num_probes
+        ratio = (norms.double() / truth.norms).square()
+        if not bool(((low <= ratio) & (ratio <= high)).all()):
+            faults.append(f"norms off by {_percent(row['max_norm_error'])}, beyond their law")
+    if not row["clipped_sum_error"] <= TOLERANCE:
+        faults.append(f"clipped sum off by {_percent(row['clipped_sum_error'])}")
+    return "; ".join(faults) or None
 
 
-def _measure_own_peak(mode: str, tokens: int) -> int:
-    ids = make_batch(tokens)
-    step = make_step(MODES[mode], build_model(), ids)
-    step()  # what is loaded at first use is no memory of a step
-    before = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
-    step()
-    return _status_bytes("VmHWM") - before
+def _percent(error: float) -> str:
+    return f"{100 * error:.2g} %" if error < 1 else f"{100 * error:.0f} %"
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps({"peak_bytes": _measure_own_peak(sys.argv[1], int(sys.argv[2]))}))
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its message, shortened."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 1]}…"
+
+
+def _time(
+    rows: list[dict[str, Any]], steps: dict[str, Step], device: torch.device, rounds: int
+) -> None:
+    work = {name: step.take for name, step in steps.items()}
+    timings = time_interleaved(work, device, repeats=rounds, warm_up=0)
+    for row in rows:
+        timing = timings.get(row["mode"])
+        if timing is not None:
+            row["time_seconds"] = timing.median_seconds
+            row["time_seconds_low"], row["time_seconds_high"] = timing.quartiles_seconds
+
+
+def _weigh(row: dict[str, Any], setting: Setting, **options: Any) -> None:
+    try:
+        row["peak_bytes"] = peak_bytes(row["mode"], setting, row["tokens"], **options)
+    except RuntimeError as error:
+        if row["library"] != "opacus":
+            raise
+        row |= {"status": "refused", "message": first_line(error)}
+
+
+def _add_ratios(rows: list[dict[str, Any]]) -> None:
+    plain = next(row for row in rows if row["mode"] == "nonprivate")
+    for row in rows:
+        for ratio, value in (("time_ratio", "time_seconds"), ("peak_memory_ratio", "peak_bytes")):
+            if row[value] is not None and plain[value]:
+                row[ratio] = row[value] / plain[value]

@@ -36,6 +36,7 @@ def test_dry_run_imports_nothing_heavy(project, poisoned_imports):
     assert plan["profile_layer"] == 2 * 3
     assert plan["measure_norm_error"] == 1
     assert plan["simulate_layer_memory"] == plan["simulate_step_memory"] == 1
+    assert plan["compare_peers"] == plan["check_peers"] == 1
 
 
 def test_use_conda_finds_the_environment_of_every_rule(project, tmp_path):
@@ -71,8 +72,8 @@ def test_nothing_runs_beside_a_timing_rule(project):
     rules = re.split(
         r"^rule ", (project.folder / "workflows/rules/profile.smk").read_text(), flags=re.M
     )
-    (timing,) = [text for text in rules if text.startswith("profile_layer:")]
-    assert "threads: workflow.cores" in timing
+    timing = [text for text in rules if text.startswith(("profile_layer:", "compare_peers:"))]
+    assert ["threads: workflow.cores" in text for text in timing] == [True, True]
 
 
 def test_every_rule_names_its_environment_log_and_benchmark(project):
@@ -81,6 +82,6 @@ def test_every_rule_names_its_environment_log_and_benchmark(project):
         + (project.folder / "Snakefile").read_text()
     )
     rules = len(re.findall(r"^(?:rule|checkpoint) ", text, re.M))
-    assert rules == 22
+    assert rules == 26
     for directive in ("log:", "benchmark:", "conda:", "threads:", "resources:"):
         assert text.count(f"\n    {directive}") == rules, directive

@@ -59,9 +59,10 @@ FIGURES = (
     "layer_latency",
     "layer_memory",
     "norm_error_vs_probes",
+    "peers",
     "step_memory",
 )
-TABLES = ("accuracy", "flops", "layer_latency", "layer_memory")
+TABLES = ("accuracy", "flops", "layer_latency", "layer_memory", "peers")
 TABLES_AND_FIGURES = [
     *(
         f"results/figures/{name}.{suffix}"
@@ -156,6 +157,8 @@ def all_results():
         "results/memory/layers.json",
         "results/memory/steps.json",
         "results/norm_error/errors.json",
+        "results/peers/measured.json",
+        "results/peers/checked.json",
         *layer_profiles(),
         *separate_calibrations(),
         *task_calibrations(),

@@ -244,6 +244,60 @@ rule plot_step_memory:
         " --png {output.png} --pdf {output.pdf} > {log} 2>&1"
 
 
+rule plot_peers:
+    input:
+        peers="results/peers/measured.json",
+    output:
+        png=report(
+            "results/figures/peers.png",
+            caption="../report/peers.rst",
+            category="Cost",
+        ),
+        pdf="results/figures/peers.pdf",
+    log:
+        "results/logs/plot_peers.log",
+    benchmark:
+        "results/benchmarks/plot_peers.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.peers"),
+    shell:
+        "python -m paper_figures.peers --peers {input.peers}"
+        " --png {output.png} --pdf {output.pdf} > {log} 2>&1"
+
+
+rule table_peers:
+    input:
+        measured="results/peers/measured.json",
+        checked="results/peers/checked.json",
+    output:
+        csv=report(
+            "results/tables/peers.csv",
+            caption="../report/peers.rst",
+            category="Cost",
+        ),
+        markdown="results/tables/peers.md",
+    log:
+        "results/logs/table_peers.log",
+    benchmark:
+        "results/benchmarks/table_peers.tsv"
+    conda:
+        "../../envs/figures.yaml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        code=code_hash("paper_figures.peers_table"),
+    shell:
+        "python -m paper_figures.peers_table --measured {input.measured}"
+        " --checked {input.checked} --csv {output.csv} --markdown {output.markdown}"
+        " > {log} 2>&1"
+
+
 rule plot_norm_error:
     input:
         errors="results/norm_error/errors.json",

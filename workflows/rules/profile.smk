@@ -99,3 +99,44 @@ rule measure_norm_error:
         code=result_hash("norm_error"),
     shell:
         "dprc measure-norm-error {params.options} --out {output.errors} > {log} 2>&1"
+
+
+rule compare_peers:
+    output:
+        peers="results/peers/measured.json",
+    log:
+        "results/logs/compare_peers.log",
+    benchmark:
+        "results/benchmarks/compare_peers.tsv"
+    conda:
+        "../../envs/training.yaml"
+    # All cores, so that nothing runs beside a measurement.
+    threads: workflow.cores
+    resources:
+        mem_mb=6000,
+        gpu=int(config["peers"]["measured"].get("device") == "cuda"),
+    params:
+        options=command_options(config["peers"]["measured"]),
+        code=result_hash("peers"),
+    shell:
+        "dprc compare-peers {params.options} --out {output.peers} > {log} 2>&1"
+
+
+rule check_peers:
+    output:
+        peers="results/peers/checked.json",
+    log:
+        "results/logs/check_peers.log",
+    benchmark:
+        "results/benchmarks/check_peers.tsv"
+    conda:
+        "../../envs/training.yaml"
+    threads: 1
+    resources:
+        mem_mb=3000,
+    params:
+        options=command_options(config["peers"]["checked"]),
+        code=result_hash("peers"),
+    shell:
+        "dprc compare-peers --rounds 0 --no-memory {params.options} --out {output.peers}"
+        " > {log} 2>&1"
