@@ -23,7 +23,8 @@ from collections.abc import Callable
 
 from dprc.estimators.base import Accumulation, Estimator, Use
 from dprc.estimators.deterministic import Exact, Ghost, Tiled
-from dprc.estimators.randomized import Hutchinson, HutchPlusPlus
+from dprc.estimators.hutchinson import Hutchinson
+from dprc.estimators.hutchpp import HutchPlusPlus
 from dprc.sketch import SKETCHES
 
 __all__ = [
