@@ -94,7 +94,7 @@ class PairTrials:
         present: (trials,), an independent fair coin each.
         outputs: (trials,), the sum along the canary's direction, in units of the noise.
         ratios: (trials,), estimated over true squared norm in the canary's direction, where a
-            sample shows it; NaN elsewhere.
+            witness (or, without witnesses, the canary) was drawn; NaN elsewhere.
         batch_sizes: (trials,), samples that were drawn.
         dataset_sizes: (trials,), samples they were drawn from.
         record: What was accounted.
@@ -128,12 +128,14 @@ def run_pairs(
 ) -> PairTrials:
     """Take one noisy step after another on the worst pair of data sets, through the loader.
 
-    Others are fixed samples whose gradients are orthogonal to the canary's. Witnesses share its
-    direction at a vanishing norm: with a shared sketch they show its ratio in both worlds.
+    Others are fixed samples whose gradients are orthogonal to the canary's. With a shared sketch,
+    witnesses share its direction at a vanishing norm, and so show its ratio in both worlds.
     """
     rig = build_rig(settings, noise_multiplier, head=False, stream=1)
     maker, rate = rig.maker, settings.sample_rate
-    witnesses = 1 if rate == 1 else math.ceil(math.log(_NO_WITNESS) / math.log1p(-rate))
+    witnesses = 0
+    if settings.sketch == "shared":
+        witnesses = 1 if rate == 1 else math.ceil(math.log(_NO_WITNESS) / math.log1p(-rate))
     corner = maker.width - OTHERS
     others = [maker.at_entry(corner + i, corner + i, _OTHER_NORM) for i in range(OTHERS)]
     samples = Samples.stacked(
@@ -146,7 +148,9 @@ def run_pairs(
     worlds = (_Indices(len(samples) - 1), _Indices(len(samples)))
     coins = np.random.default_rng(settings.seed).random(settings.trials) < 0.5
     outputs, ratios, sizes = (np.full(settings.trials, math.nan) for _ in range(3))
-    squared_witness = WITNESS_NORM**2
+    # Who shows the ratio: a witness, or else the canary itself.
+    shown = range(OTHERS, OTHERS + max(1, witnesses))
+    squared_norm = (WITNESS_NORM if witnesses else CANARY_NORM) ** 2
     for trial, present in enumerate(coins):
         if trial % 5000 == 0:
             progress_fn(f"step {trial} of {settings.trials} on the pair")
@@ -156,9 +160,9 @@ def run_pairs(
         sizes[trial] = len(batch)
         for indices in batch:
             rig.backward(samples.at(indices))
-            seen = [i for i, index in enumerate(indices) if OTHERS <= index < OTHERS + witnesses]
+            seen = [place for place, index in enumerate(indices) if index in shown]
             if seen:
-                ratios[trial] = float(rig.ratios()[seen[0]]) / squared_witness
+                ratios[trial] = float(rig.ratios()[seen[0]]) / squared_norm
         rig.engine.step()
         outputs[trial] = maker.along(MATRIX, rig.recorder.released[0])
     record = Record.of(rig)

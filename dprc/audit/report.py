@@ -9,7 +9,13 @@ import numpy.typing as npt
 
 from dprc import accounting
 from dprc.audit import detectors
-from dprc.audit.bounds import EpsilonBound, epsilon_lower_bound, gaussian_mu_lower_bound
+from dprc.audit.bounds import (
+    Event,
+    Flags,
+    choose_event,
+    epsilon_lower_bound,
+    gaussian_mu_lower_bound,
+)
 from dprc.audit.detectors import Answer, Finding
 from dprc.audit.experiments import (
     PairTrials,
@@ -28,6 +34,8 @@ Array = npt.NDArray[np.float64]
 
 # Of all canaries, about which a guess is made. Fixed before anything is seen.
 GUESSED_SHARE = 1 / 8
+# Trials of the claimed mechanism on which the attack is chosen.
+SIMULATED = 400_000
 
 QUESTIONS = {
     "epsilon": "can an attack on one step show more than the claimed epsilon",
@@ -72,7 +80,8 @@ class AuditReport:
         settings: Of the audit.
         noise_multiplier: σ of the step, calibrated for the settings' target.
         epsilon_claimed: What the engine's accountant claims for one step at ``settings.delta``.
-        bound: What the attack on one step shows.
+        epsilon_lower_bound: What the attack on one step shows.
+        event: When it guesses.
         gaussian_mu: Lower bound on μ; None outside the family of Gaussian steps (exact norms,
             every sample taken).
         gaussian_epsilon: ε that this μ gives at ``settings.run_delta``, in that family alone.
@@ -86,7 +95,8 @@ class AuditReport:
     settings: AuditSettings
     noise_multiplier: float
     epsilon_claimed: float
-    bound: EpsilonBound
+    epsilon_lower_bound: float
+    event: Event
     gaussian_mu: float | None
     gaussian_epsilon: float | None
     run: RunBound | None
@@ -100,24 +110,24 @@ class AuditReport:
     @property
     def tightness(self) -> float:
         """Lower bound over claim."""
-        return self.bound.epsilon / self.epsilon_claimed
+        return self.epsilon_lower_bound / self.epsilon_claimed
 
     def as_dict(self) -> dict[str, Any]:
         """The report, as values that JSON can hold."""
-        low, high = self.bound.low, self.bound.high
+        low, high = self.event.low, self.event.high
         run = None if self.run is None else asdict(self.run) | {"tightness": self.run.tightness}
         return {
-            "epsilon_lower_bound": self.bound.epsilon,
+            "epsilon_lower_bound": self.epsilon_lower_bound,
             "confidence": self.settings.confidence,
             "epsilon_claimed": self.epsilon_claimed,
             "delta": self.settings.delta,
             "tightness": self.tightness,
             "noise_multiplier": self.noise_multiplier,
             "attack": {
-                "event": self.bound.event,
+                "event": self.event.kind,
                 "guess_present_from": high if math.isfinite(high) else None,
                 "guess_absent_to": low if math.isfinite(low) else None,
-                "trials": self.bound.trials,
+                "trials": self.settings.trials,
             },
             "gaussian_mu_lower_bound": self.gaussian_mu,
             "gaussian_epsilon_lower_bound": self.gaussian_epsilon,
@@ -127,23 +137,39 @@ class AuditReport:
         }
 
 
-def membership_scores(trials: PairTrials) -> Array:
-    """Score each trial by a monotone function of the likelihood ratio of the two worlds.
+def membership_scores(outputs: Array, ratios: Array, record: Record) -> Array:
+    """Score trials by a monotone function of the likelihood ratio of the two worlds.
 
     Known to the adversary: the canary, everything about the other samples, and a shared sketch. Its
     ratio R is then known, so μ = 1/(σ√R), and μx - μ²/2 is the log-likelihood ratio given that
     the canary was drawn. A sketch of each sample stays hidden: the ratio integrated over R
     increases in x (docs/theory.md, Theorem 4), so x itself is the score. Subsampling mixes both
     with the world without the canary, which changes no order.
+
+    Args:
+        outputs: (trials,), along the canary's direction, in units of the noise.
+        ratios: (trials,), R; NaN where it is not known, which counts as 1.
+        record: What was accounted.
     """
-    x = trials.outputs
-    if trials.record.sketch != "shared":
-        return x
-    # Unknown where no witness was drawn: then the average ratio.
-    ratios = np.where(np.isnan(trials.ratios), 1.0, trials.ratios)
-    mu = 1.0 / (trials.record.noise_multiplier * np.sqrt(ratios))
-    scores: Array = mu * x - 0.5 * mu * mu
+    if record.sketch != "shared":
+        return outputs
+    mu = 1.0 / (record.noise_multiplier * np.sqrt(np.where(np.isnan(ratios), 1.0, ratios)))
+    scores: Array = mu * outputs - 0.5 * mu * mu
     return scores
+
+
+def simulated_scores(record: Record, rank: int, seed: int | None) -> tuple[Array, Flags]:
+    """Scores and worlds of the mechanism as claimed, on which the attack's event is chosen."""
+    rng = np.random.default_rng(None if seed is None else [seed, 2])
+    present = rng.random(SIMULATED) < 0.5
+    k = record.num_probes
+    ratios = np.ones(SIMULATED)
+    if k is not None:
+        ratios = (rank - 1 + rng.chisquare(k, SIMULATED) / k) / rank
+    drawn = present & (rng.random(SIMULATED) < record.sample_rate)
+    outputs = rng.standard_normal(SIMULATED)
+    outputs += drawn / (record.noise_multiplier * np.sqrt(ratios))
+    return membership_scores(outputs, ratios, record), present
 
 
 def audit(
@@ -164,7 +190,7 @@ def audit(
 
     Example:
         >>> report = audit(AuditSettings(trials=400, structure_steps=20, canaries=0, seed=0))
-        >>> report.bound.epsilon <= report.epsilon_claimed
+        >>> report.epsilon_lower_bound <= report.epsilon_claimed
         True
     """
     settings = settings or AuditSettings()
@@ -193,20 +219,23 @@ def audit(
         )
         run = run_training(settings, run_noise, progress_fn)
         observed["run"] = run
-    answers = structural_answers(structure, pairs, canary_rank(settings))
+    known = pairs.ratios[~np.isnan(pairs.ratios)]
+    answers = structural_answers(structure, known, canary_rank(settings))
+    answers["sampling"] = detectors.sampling(pairs)
     answers["accounting"] = detectors.accounting(observed)
 
     # Half of what may go wrong belongs to the attack on one step, the rest to all others alike.
     error = 1.0 - settings.confidence
     others = len(answers) + (run is not None) + 1  # and the bound on μ
     level = error / 2 / others
-    scores = membership_scores(pairs)
-    bound = epsilon_lower_bound(
-        scores, pairs.present, delta=settings.delta, confidence=1.0 - error / 2
-    )
+    simulated, worlds = simulated_scores(pairs.record, canary_rank(settings), settings.seed)
+    target = {"delta": settings.delta, "confidence": 1.0 - error / 2}
+    event = choose_event(simulated, worlds, trials=settings.trials, **target)
+    scores = membership_scores(pairs.outputs, pairs.ratios, pairs.record)
+    lower = epsilon_lower_bound(scores, pairs.present, event, **target)
     claimed = pairs.record.epsilon(settings.delta)
     findings = [
-        _bound_finding("epsilon", bound.epsilon, claimed, error / 2),
+        _bound_finding("epsilon", lower, claimed, error / 2),
         *(Finding(n, QUESTIONS[n], a.p_value, level, a.detail) for n, a in answers.items()),
     ]
     run_bound = None
@@ -219,13 +248,16 @@ def audit(
         )
     mu = epsilon_of_mu = None
     if pairs.record.num_probes is None and settings.sample_rate == 1:
-        mu = gaussian_mu_lower_bound(pairs.outputs, pairs.present, confidence=1.0 - level)
+        # Halfway: where the errors of the two worlds are equal, nearly the best for any μ.
+        middle = 0.5 / pairs.record.noise_multiplier
+        mu = gaussian_mu_lower_bound(pairs.outputs, pairs.present, middle, confidence=1.0 - level)
         epsilon_of_mu = _gaussian_epsilon(mu, settings.run_delta)
     return AuditReport(
         settings=settings,
         noise_multiplier=noise,
         epsilon_claimed=claimed,
-        bound=bound,
+        epsilon_lower_bound=lower,
+        event=event,
         gaussian_mu=mu,
         gaussian_epsilon=epsilon_of_mu,
         run=run_bound,
@@ -233,11 +265,15 @@ def audit(
     )
 
 
-def structural_answers(structure: Structure, pairs: PairTrials, rank: int) -> dict[str, Answer]:
-    """Ask every detector that applies to the mechanism that was accounted for."""
-    record: Record = structure.record
-    ratios = structure.ratios
-    known = pairs.ratios[~np.isnan(pairs.ratios)]
+def structural_answers(structure: Structure, more_ratios: Array, rank: int) -> dict[str, Answer]:
+    """Ask every detector of a step's structure that applies to what was accounted for.
+
+    Args:
+        structure: What was observed.
+        more_ratios: (n,), of other steps, one a step, for the law of the ratio.
+        rank: Of the canaries.
+    """
+    record, ratios = structure.record, structure.ratios
     answers = {
         "sensitivity": detectors.sensitivity(structure.contributions, record),
         "noise_scale": detectors.noise_scale(structure.noise, structure.noise_by_parameter, record),
@@ -246,14 +282,14 @@ def structural_answers(structure: Structure, pairs: PairTrials, rank: int) -> di
     }
     # One shared sketch makes one ratio a step; those of one sample each are all independent.
     independent = ratios[:, 0] if record.sketch == "shared" else ratios.ravel()
-    answers["scale_law"] = detectors.scale_law(np.concatenate([independent, known]), record, rank)
+    of_all = np.concatenate([independent, more_ratios])
+    answers["scale_law"] = detectors.scale_law(of_all, record, rank)
     if record.sketch == "shared":
         answers["sketch_sharing"] = detectors.sketch_sharing(ratios)
         answers["sketch_freshness"] = detectors.sketch_freshness(ratios[:, :1])
     elif record.sketch == "per_sample":
         answers["sketch_independence"] = detectors.sketch_independence(ratios, structure.cuts)
         answers["sketch_freshness"] = detectors.sketch_freshness(ratios)
-    answers["sampling"] = detectors.sampling(pairs)
     answers["optimizer_guard"] = detectors.optimizer_guard(structure)
     return answers
 

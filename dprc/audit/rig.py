@@ -6,6 +6,7 @@ is worst for the estimator, with a norm far above the clipping bound. Everything
 that trains real models: its capture, its norms, its clipping, its noise, its step.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ CANARY_NORM = 100.0
 # A witness reveals what a shared sketch does to its direction, and is too small to move the sum.
 WITNESS_NORM = 1e-3
 # Rows and columns of the matrix that only other samples' gradients touch.
-OTHERS = 2
+OTHERS = 1
 
 
 class AuditedModel(nn.Module):
@@ -41,10 +42,9 @@ class AuditedModel(nn.Module):
         self.matrix = nn.Linear(width, width, bias=False)
         self.head = nn.Linear(width, HEAD_OUTPUTS) if head else None
 
-    def forward(
-        self, batch: "Samples"
-    ) -> torch.Tensor:  # (B,) losses, whose gradients the samples fix
-        losses = (self.matrix(batch.inputs) * batch.weights).sum((1, 2))
+    def forward(self, batch: "Samples") -> torch.Tensor:
+        """Return (B,) losses, whose gradients the samples fix."""
+        losses: torch.Tensor = (self.matrix(batch.inputs) * batch.weights).sum((1, 2))
         if self.head is not None:
             losses = losses + (self.head(batch.inputs) * batch.head_weights).sum((1, 2))
         return losses
@@ -66,8 +66,8 @@ class Recorder(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Keep the gradients."""
         self.taken += 1
-        held = [p.grad for group in self.param_groups for p in group["params"]]
-        self.released = [grad.detach().clone() for grad in held if grad is not None]
+        held = [p for group in self.param_groups for p in group["params"]]
+        self.released = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in held]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class SampleMaker:
         made = self._empty()
         for token in range(self.rank):
             made.inputs[0, token, token] = 1.0
-            made.weights[0, token, token] = norm / self.rank**0.5
+            made.weights[0, token, token] = norm / math.sqrt(self.rank)
         return made
 
     def at_entry(self, row: int, column: int, norm: float) -> Samples:
@@ -154,7 +154,7 @@ class SampleMaker:
         """Project what was released on the unit direction of a canary in this parameter."""
         if parameter != MATRIX:
             return float(released.flatten()[0])
-        return float(released.diagonal()[: self.rank].sum()) / float(self.rank) ** 0.5
+        return float(released.diagonal()[: self.rank].sum()) / math.sqrt(self.rank)
 
     def untouched(self) -> torch.Tensor:
         """Return the (width, width) mask of entries that no sample's gradient reaches."""

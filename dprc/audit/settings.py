@@ -42,7 +42,7 @@ class AuditSettings:
     epsilon: float = 2.0
     delta: float = 1e-2
     sample_rate: float = 1.0
-    trials: int = 20_000
+    trials: int = 30_000
     structure_steps: int = 150
     canaries: int = 1000
     run_steps: int = 8
