@@ -13,6 +13,7 @@ from scipy import stats
 from dprc.audit import (
     AuditSettings,
     Event,
+    best_lower_bound,
     choose_event,
     detectors,
     epsilon_lower_bound,
@@ -112,6 +113,28 @@ class TestBounds:
             for seed in range(2, 12)
         ]
         assert 0.8 < np.mean(shown) / gaussian_epsilon(mu, 0.01) < 1
+
+    def test_less_noise_than_planned_for_shows_more(self):
+        """The planned event shows little: its tails are nearly empty."""
+        planned = choose_event(
+            *gaussian_pair(0.9, 200_000, 1), delta=0.01, confidence=0.95, trials=6000
+        )
+        target = {"delta": 0.01, "confidence": 0.95}
+        claimed = gaussian_epsilon(0.9, 0.01)
+        for seed in range(2, 12):
+            scores, present = gaussian_pair(0.9 / 0.7, 6000, seed)
+            found = best_lower_bound(0.7 * scores, present, planned, **target)
+            assert found.epsilon > claimed
+            of_claim = best_lower_bound(*gaussian_pair(0.9, 6000, seed), planned, **target)
+            assert 0.55 * claimed < of_claim.epsilon < claimed
+
+    def test_the_better_of_two_events_is_as_seldom_wrong(self):
+        truth, planned = gaussian_epsilon(1.0, 0.01), Event("both", -1.5, 2.5)
+        bounds = [
+            best_lower_bound(*gaussian_pair(1.0, 3000, seed), planned, delta=0.01, confidence=0.9)
+            for seed in range(200)
+        ]
+        assert sum(b.epsilon > truth for b in bounds) <= stats.binom.ppf(0.999, 200, 0.1)
 
     def test_no_event_is_chosen_that_was_not_seen(self):
         scores, present = gaussian_pair(0.0, 400, 0)

@@ -5,7 +5,14 @@ it and asks how much of the claimed ε can be seen from outside. It can refute a
 prove one (docs/audit.md).
 """
 
-from dprc.audit.bounds import Event, choose_event, epsilon_lower_bound, gaussian_mu_lower_bound
+from dprc.audit.bounds import (
+    EpsilonBound,
+    Event,
+    best_lower_bound,
+    choose_event,
+    epsilon_lower_bound,
+    gaussian_mu_lower_bound,
+)
 from dprc.audit.detectors import Finding
 from dprc.audit.one_run import guesses_p_value, one_run_epsilon
 from dprc.audit.report import AuditReport, RunBound, audit
@@ -14,10 +21,12 @@ from dprc.audit.settings import AuditSettings
 __all__ = [
     "AuditReport",
     "AuditSettings",
+    "EpsilonBound",
     "Event",
     "Finding",
     "RunBound",
     "audit",
+    "best_lower_bound",
     "choose_event",
     "epsilon_lower_bound",
     "gaussian_mu_lower_bound",

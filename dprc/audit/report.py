@@ -10,10 +10,10 @@ import numpy.typing as npt
 from dprc import accounting
 from dprc.audit import detectors
 from dprc.audit.bounds import (
-    Event,
+    EpsilonBound,
     Flags,
+    best_lower_bound,
     choose_event,
-    epsilon_lower_bound,
     gaussian_mu_lower_bound,
 )
 from dprc.audit.detectors import Answer, Finding
@@ -80,8 +80,7 @@ class AuditReport:
         settings: Of the audit.
         noise_multiplier: σ of the step, calibrated for the settings' target.
         epsilon_claimed: What the engine's accountant claims for one step at ``settings.delta``.
-        epsilon_lower_bound: What the attack on one step shows.
-        event: When it guesses.
+        bound: What the attack on one step shows.
         gaussian_mu: Lower bound on μ; None outside the family of Gaussian steps (exact norms,
             every sample taken).
         gaussian_epsilon: ε that this μ gives at ``settings.run_delta``, in that family alone.
@@ -95,8 +94,7 @@ class AuditReport:
     settings: AuditSettings
     noise_multiplier: float
     epsilon_claimed: float
-    epsilon_lower_bound: float
-    event: Event
+    bound: EpsilonBound
     gaussian_mu: float | None
     gaussian_epsilon: float | None
     run: RunBound | None
@@ -112,9 +110,14 @@ class AuditReport:
         """Lower bound over claim."""
         return self.epsilon_lower_bound / self.epsilon_claimed
 
+    @property
+    def epsilon_lower_bound(self) -> float:
+        """Lower bound on ε of one step at ``settings.delta``."""
+        return self.bound.epsilon
+
     def as_dict(self) -> dict[str, Any]:
         """The report, as values that JSON can hold."""
-        low, high = self.event.low, self.event.high
+        event = self.bound.event
         run = None if self.run is None else asdict(self.run) | {"tightness": self.run.tightness}
         return {
             "epsilon_lower_bound": self.epsilon_lower_bound,
@@ -124,10 +127,10 @@ class AuditReport:
             "tightness": self.tightness,
             "noise_multiplier": self.noise_multiplier,
             "attack": {
-                "event": self.event.kind,
-                "guess_present_from": high if math.isfinite(high) else None,
-                "guess_absent_to": low if math.isfinite(low) else None,
-                "trials": self.settings.trials,
+                "event": event.kind,
+                "guess_present_from": event.high if math.isfinite(event.high) else None,
+                "guess_absent_to": event.low if math.isfinite(event.low) else None,
+                "trials": self.bound.trials,
             },
             "gaussian_mu_lower_bound": self.gaussian_mu,
             "gaussian_epsilon_lower_bound": self.gaussian_epsilon,
@@ -230,12 +233,12 @@ def audit(
     level = error / 2 / others
     simulated, worlds = simulated_scores(pairs.record, canary_rank(settings), settings.seed)
     target = {"delta": settings.delta, "confidence": 1.0 - error / 2}
-    event = choose_event(simulated, worlds, trials=settings.trials, **target)
+    planned = choose_event(simulated, worlds, trials=settings.trials, **target)
     scores = membership_scores(pairs.outputs, pairs.ratios, pairs.record)
-    lower = epsilon_lower_bound(scores, pairs.present, event, **target)
+    bound = best_lower_bound(scores, pairs.present, planned, **target)
     claimed = pairs.record.epsilon(settings.delta)
     findings = [
-        _bound_finding("epsilon", lower, claimed, error / 2),
+        _bound_finding("epsilon", bound.epsilon, claimed, error / 2),
         *(Finding(n, QUESTIONS[n], a.p_value, level, a.detail) for n, a in answers.items()),
     ]
     run_bound = None
@@ -256,8 +259,7 @@ def audit(
         settings=settings,
         noise_multiplier=noise,
         epsilon_claimed=claimed,
-        epsilon_lower_bound=lower,
-        event=event,
+        bound=bound,
         gaussian_mu=mu,
         gaussian_epsilon=epsilon_of_mu,
         run=run_bound,

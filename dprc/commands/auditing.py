@@ -81,7 +81,7 @@ def _table(report: "AuditReport") -> str:
         "",
         f"one step at delta {settings.delta:g}, sample rate {settings.sample_rate:g}: "
         f"epsilon {report.epsilon_claimed:.4g} claimed, at least {report.epsilon_lower_bound:.4g} "
-        f"shown ({100 * report.tightness:.0f} %) in {settings.trials} trials",
+        f"shown ({100 * report.tightness:.0f} %) in {report.bound.trials} trials",
     ]
     if report.gaussian_mu is not None:
         lines.append(
