@@ -13,6 +13,7 @@ include: "workflows/rules/common.smk"
 include: "workflows/rules/prepare.smk"
 include: "workflows/rules/train.smk"
 include: "workflows/rules/profile.smk"
+include: "workflows/rules/audit.smk"
 include: "workflows/rules/figures.smk"
 
 

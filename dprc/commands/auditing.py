@@ -64,6 +64,7 @@ def _audit(arguments: argparse.Namespace) -> int:
                 **{name: config[name] for name in mechanism},
             },
             valid=not report.refuted,
+            made_by="audit",
         )
     print(json.dumps(found, indent=2, allow_nan=False) if arguments.json else _table(report))
     return _REFUTED if report.refuted else 0

@@ -40,6 +40,7 @@ wildcard_constraints:
     in_features=r"\d+",
     out_features=r"\d+",
     tokens=r"\d+",
+    audit="|".join(config["audit"]["mechanisms"]),
 
 
 CALIBRATION = "results/calibration/{target}/{method}/eps{epsilon}.json"
@@ -53,15 +54,17 @@ EVALUATION = {
 LAYER_PROFILE = (
     "results/layer_profiles/{in_features}x{out_features}/tokens{tokens}.json"
 )
+AUDIT = "results/audit/{audit}.json"
 FIGURES = (
     "accuracy_vs_epsilon",
+    "audit_bounds",
     "flops_vs_tokens",
     "layer_latency",
     "layer_memory",
     "norm_error_vs_probes",
     "step_memory",
 )
-TABLES = ("accuracy", "flops", "layer_latency", "layer_memory")
+TABLES = ("accuracy", "audit", "flops", "layer_latency", "layer_memory")
 TABLES_AND_FIGURES = [
     *(
         f"results/figures/{name}.{suffix}"
@@ -148,6 +151,18 @@ def layer_profiles():
     ]
 
 
+def audits():
+    """List the audited mechanisms."""
+    return [AUDIT.format(audit=name) for name in config["audit"]["mechanisms"]]
+
+
+def audit_options(wildcards):
+    """Give `dprc audit` a mechanism, and how long and how surely it is audited."""
+    settings = dict(config["audit"])
+    mechanism = settings.pop("mechanisms")[wildcards.audit]
+    return command_options({**settings, **mechanism})
+
+
 def all_results():
     """List every result file that tables and figures are made from, and the data and models."""
     return [
@@ -156,6 +171,7 @@ def all_results():
         "results/memory/layers.json",
         "results/memory/steps.json",
         "results/norm_error/errors.json",
+        *audits(),
         *layer_profiles(),
         *separate_calibrations(),
         *task_calibrations(),
