@@ -95,7 +95,8 @@ def test_the_attack_alone_shows_more_than_was_claimed(fault, mechanism, monkeypa
 def test_a_shared_sketch_that_is_charged_as_one_of_each_sample_is_refuted(monkeypatch):
     faults.shared_sketch_accounted_as_per_sample(monkeypatch)
     report = audit(quick(trials=1000, canaries=0))
-    assert report.refuted == ("sketch_independence",)
+    assert "sketch_independence" in report.refuted
+    assert "epsilon" not in report.refuted  # the two claims are too near for the attack
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """An audit: experiments, detectors, bounds, and the report of them."""
 
 import math
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ class AuditReport:
         gaussian_epsilon: ε that this μ gives at ``settings.run_delta``, in that family alone.
         run: The audit of a whole run; None where it was left out.
         findings: One for each detector.
+        cpu_seconds: Processor time of the audit.
 
     Guarantee: where the engine does what was accounted, some finding is refuted with probability at
         most 1 - confidence; and with probability at least confidence all lower bounds hold.
@@ -99,6 +101,7 @@ class AuditReport:
     gaussian_epsilon: float | None
     run: RunBound | None
     findings: tuple[Finding, ...]
+    cpu_seconds: float
 
     @property
     def refuted(self) -> tuple[str, ...]:
@@ -135,6 +138,7 @@ class AuditReport:
             "gaussian_mu_lower_bound": self.gaussian_mu,
             "gaussian_epsilon_lower_bound": self.gaussian_epsilon,
             "one_run": run,
+            "cpu_seconds": self.cpu_seconds,
             "detectors": [finding.as_dict() for finding in self.findings],
             "refuted": list(self.refuted),
         }
@@ -196,7 +200,7 @@ def audit(
         >>> report.epsilon_lower_bound <= report.epsilon_claimed
         True
     """
-    settings = settings or AuditSettings()
+    settings, start = settings or AuditSettings(), time.process_time()
     mechanism: dict[str, Any] = {
         "sample_rate": settings.sample_rate,
         "estimator": settings.estimator,
@@ -264,6 +268,7 @@ def audit(
         gaussian_epsilon=epsilon_of_mu,
         run=run_bound,
         findings=tuple(findings),
+        cpu_seconds=time.process_time() - start,
     )
 
 
