@@ -98,7 +98,7 @@ class PrivacyEngine:
     ) -> None:
         self.noise_multiplier = validate.noise_multiplier(noise_multiplier, allow_zero=True)
         self.sample_rate = validate.sample_rate(sample_rate)
-        self.max_grad_norm = arguments.clipping_bound(max_grad_norm, self.noise_multiplier)
+        self._max_grad_norm = arguments.clipping_bound(max_grad_norm, self.noise_multiplier)
         self.expected_batch_size = validate.real("expected_batch_size", expected_batch_size)
         if self.expected_batch_size <= 0:
             raise ValueError(f"expected_batch_size must be above 0, got {expected_batch_size!r}")
@@ -375,6 +375,11 @@ class PrivacyEngine:
     def excluded_samples(self) -> int:
         """Number of samples left out since construction for a non-finite gradient. Not private."""
         return self._sum.excluded
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C. Fixed: noise and clip factors must agree on it, whatever a step has seen already."""
+        return self._max_grad_norm
 
     @property
     def sampled_by_loader(self) -> bool:

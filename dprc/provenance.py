@@ -35,6 +35,7 @@ SOURCES: Mapping[str, Sources] = MappingProxyType(
         "step_memory": Sources(("dprc.profiling.memory",), without=(_ACCOUNTING,)),
         "layer_profile": Sources(("dprc.profiling.latency",), without=(_ACCOUNTING,)),
         "peers": Sources(("dprc.profiling.peers",), without=(_ACCOUNTING,)),
+        "audit": Sources(("dprc.audit",)),
         "norm_error": Sources(("dprc.profiling.norm_error", "dprc.models"), without=(_ACCOUNTING,)),
     }
 )

@@ -666,6 +666,23 @@ class TestRefusals:
             make_engine(model, **options)
         zoo.losses(model, zoo.batch()).sum().backward()  # the model is left as it was
 
+    def test_the_bound_of_a_running_engine_cannot_be_moved(self):
+        """Noise of a new bound on gradients clipped to the old one would be too small."""
+        engine, values = self.engine_with_losses()
+        engine.backward(values)
+        with pytest.raises(AttributeError, match="max_grad_norm"):
+            engine.max_grad_norm = BOUND / 10
+        assert engine.max_grad_norm == BOUND
+
+    def test_more_than_one_process(self, monkeypatch):
+        engine, values = self.engine_with_losses()
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(dprc.PrivacyError, match="runs 2 processes"):
+            engine.backward(values)
+        with pytest.raises(dprc.PrivacyError, match="runs 2 processes"):
+            engine.step()
+
     def test_a_module_wrapped_by_others(self):
         model = nn.Linear(4, 2)
         inner = model.forward

@@ -41,6 +41,7 @@ wildcard_constraints:
     in_features=r"\d+",
     out_features=r"\d+",
     tokens=r"\d+",
+    audit="|".join(config["audit"]["mechanisms"]),
 
 
 CALIBRATION = "results/calibration/{target}/{method}/eps{epsilon}.json"
@@ -54,9 +55,11 @@ EVALUATION = {
 LAYER_PROFILE = (
     "results/layer_profiles/{in_features}x{out_features}/tokens{tokens}.json"
 )
+AUDIT = "results/audit/{audit}.json"
 FIGURES = (
     "accuracy_vs_epsilon",
     "envelope_cdf",
+    "audit_bounds",
     "flops_vs_tokens",
     "layer_latency",
     "layer_memory",
@@ -71,6 +74,7 @@ FIGURES = (
 )
 TABLES = (
     "accuracy",
+    "audit",
     "complexity",
     "efficiency",
     "flops",
@@ -172,6 +176,18 @@ def noise_sweeps():
     return [f"results/noise/{name}.json" for name in config["noise_sweeps"]]
 
 
+def audits():
+    """List the audited mechanisms."""
+    return [AUDIT.format(audit=name) for name in config["audit"]["mechanisms"]]
+
+
+def audit_options(wildcards):
+    """Give `dprc audit` a mechanism, and how long and how surely it is audited."""
+    settings = dict(config["audit"])
+    mechanism = settings.pop("mechanisms")[wildcards.audit]
+    return command_options({**settings, **mechanism})
+
+
 def all_results():
     """List every result file that tables and figures are made from, and the data and models."""
     return [
@@ -184,6 +200,7 @@ def all_results():
         "results/peers/checked.json",
         "results/envelope/cdf.json",
         *noise_sweeps(),
+        *audits(),
         *layer_profiles(),
         *separate_calibrations(),
         *task_calibrations(),

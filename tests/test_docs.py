@@ -1,0 +1,49 @@
+"""What the pages of docs/ name must exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PITFALLS = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PITFALLS.splitlines()
+    if line.startswith("|") and not line.startswith(("|---", "| mistake"))
+]
+
+
+def functions_of(path):
+    """Names of the test functions of a file, and of the faults that its tests plant."""
+    tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_each_pitfall_has_a_cost_an_answer_and_a_test_that_exists(row):
+    mistake, cost, answer, shown = row
+    assert mistake
+    assert answer
+    assert re.match(r"(total|partial|yours|unknown|any)\b", cost)
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", shown)
+    assert named or shown == "–"
+    for path, name in named:
+        assert name in functions_of(path), (path, name)
+        if name == "test_a_planted_fault_is_caught_by_its_detector":
+            planted = re.search(rf"{name}` \(([\w, ]+)\)", shown)[1].split(", ")
+            source = (ROOT / "tests" / "test_audit_faults.py").read_text(encoding="utf-8")
+            assert all(f"faults.{fault}," in source for fault in planted)
+
+
+def test_what_no_test_shows_is_what_the_page_says_it_leaves_to_others():
+    unshown = [row for row in ROWS if row[3] == "–"]
+    assert all("yours" in row[1] or row[1] == "unknown" for row in unshown)
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_pages_a_page_points_to_exist(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([\w/.-]+\.md)(?:#[\w-]*)?\)", text):
+        assert (ROOT / "docs" / target).exists(), target
