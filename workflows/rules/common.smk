@@ -58,8 +58,8 @@ LAYER_PROFILE = (
 AUDIT = "results/audit/{audit}.json"
 FIGURES = (
     "accuracy_vs_epsilon",
-    "envelope_cdf",
     "audit_bounds",
+    "envelope_cdf",
     "flops_vs_tokens",
     "layer_latency",
     "layer_memory",
