@@ -271,7 +271,7 @@ def compare_peers(arguments):
     rows.append({**rows[1], "status": "refused", "message": "a stand-in", "time_ratio": None})
     measurement = dict.fromkeys(("machine", "date", "dtype", "clock", "memory_source"), "none")
     measurement |= {"threads": 1, "noise": True}
-    write_result(arguments.out, {}, {"rows": rows, "measurement": measurement}, None)
+    write_result(arguments.out, {}, {"rows": rows, "measurement": measurement}, None, "peers")
 
 
 def audit(arguments):
