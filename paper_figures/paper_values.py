@@ -20,8 +20,13 @@ class Setting(NamedTuple):
 
 
 def load_paper_values(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """Read the paper's numbers: one row each, with its id, quantity, method, setting and value."""
-    return pd.read_csv(path, dtype={"value": float, "std": float})
+    """Read the paper's numbers: one row each, with its id, quantity, method, setting and value.
+
+    ``digits`` is the number of decimals that the value has in the file.
+    """
+    paper = pd.read_csv(path, dtype={"value": str, "std": float})
+    digits = paper["value"].str.partition(".")[2].str.len()
+    return paper.assign(value=paper["value"].astype(float), digits=digits)
 
 
 def utility_setting(method: str, setting: str) -> Setting:
