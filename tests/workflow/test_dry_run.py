@@ -35,6 +35,7 @@ def test_dry_run_imports_nothing_heavy(project, poisoned_imports):
     assert plan["train_model"] == 3 * (10 + 10 + 7 * 3)
     assert plan["profile_layer"] == 2 * 3
     assert plan["measure_norm_error"] == 1
+    assert plan["audit_privacy"] == 5
     assert plan["simulate_layer_memory"] == plan["simulate_step_memory"] == 1
 
 
@@ -81,6 +82,6 @@ def test_every_rule_names_its_environment_log_and_benchmark(project):
         + (project.folder / "Snakefile").read_text()
     )
     rules = len(re.findall(r"^(?:rule|checkpoint) ", text, re.M))
-    assert rules == 22
+    assert rules == 25
     for directive in ("log:", "benchmark:", "conda:", "threads:", "resources:"):
         assert text.count(f"\n    {directive}") == rules, directive
