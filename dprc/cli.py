@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after ``dprc``; those of the process when None.
 
     Returns:
-        The exit code: 0, or 2 with one clear line on standard error for bad input.
+        The exit code: 0; 1 where a check or an audit found a fault; 2 with one clear line on
+        standard error for bad input.
     """
     parsed = build_parser().parse_args(arguments)
     try:

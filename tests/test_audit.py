@@ -387,6 +387,17 @@ class TestCommand:
         assert written["metrics"] == printed
         assert written["valid"]
 
+    @pytest.mark.parametrize("sketch", ["per_sample", "shared"])
+    def test_randomized_norms_are_reported_too(self, sketch, capsys):
+        words = [*self.WORDS, "--estimator=hutchinson", f"--sketch={sketch}", "--canaries=0"]
+        assert main([*words, "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["gaussian_mu_lower_bound"] is None
+        assert printed["one_run"] is None
+        names = {finding["name"] for finding in printed["detectors"]}
+        assert ("sketch_sharing" in names) == (sketch == "shared")
+        assert ("sketch_independence" in names) == (sketch == "per_sample")
+
     def test_a_refuted_claim_is_named_and_exits_with_1(self, capsys, monkeypatch):
         faults.less_noise(monkeypatch)
         assert main([*self.WORDS, "--canaries", "0"]) == 1

@@ -183,7 +183,7 @@ def scale_law(ratios: Array, record: Record, rank: int) -> Answer:
             (squares.mean() - variance) / math.sqrt(fourth - variance**2),
         ]
     ) * math.sqrt(len(values))
-    p_values = [float(test.pvalue), *(2 * stats.norm.sf(np.abs(scores)))]
+    p_values = [float(test.pvalue), *(2 * stats.norm.sf(np.abs(scores))).tolist()]
     detail = (
         f"distance {test.statistic:.4f} from chi-squared with {k} degrees in {len(values)} "
         f"ratios; their variance {squares.mean():.4f}, by the law {variance:.4f}"

@@ -62,6 +62,8 @@ def test_shipped_configurations_are_accepted(configuration, name):
         (("memory", "steps", "modes"), ["exact"], ["memory.steps.modes.0", "'exact' does not"]),
         (("layer_profiles", "device"), "gpu", ["layer_profiles.device", "'gpu' is unknown"]),
         (("layer_profiles", "estimators"), ["exat"], ["layer_profiles.estimators.0", "'exat'"]),
+        (("audit", "trials"), 10, ["audit.trials", "10 is less than the minimum of 200"]),
+        (("audit", "mechanisms"), {}, ["audit.mechanisms"]),
         (("norm_error", "repeats"), 1, ["norm_error.repeats", "1 is less than the minimum of 2"]),
         (("norm_error", "model"), "gpt", ["norm_error.model", "known: smollm2-135m, tiny-llama"]),
         (("norm_error", "task"), "bbc", ["norm_error.task", "known: bbc_offline"]),

@@ -35,6 +35,7 @@ def test_dry_run_imports_nothing_heavy(project, poisoned_imports):
     assert plan["train_model"] == 3 * (10 + 10 + 7 * 3)
     assert plan["profile_layer"] == 2 * 3
     assert plan["measure_norm_error"] == 1
+    assert plan["audit_privacy"] == 5
     assert plan["simulate_layer_memory"] == plan["simulate_step_memory"] == 1
     assert plan["compare_peers"] == plan["check_peers"] == 1
 
