@@ -13,6 +13,7 @@ from dprc.errors import PrivacyError
 COMMAND_MODULES = (
     "accounting",
     "sweeping",
+    "work",
     "training",
     "checking",
     "profiling",

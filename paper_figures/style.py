@@ -23,6 +23,7 @@ METHODS = {
     "hutchinson": MethodStyle("Hutchinson, per-sample sketch, tight analysis", "#009E73", "^"),
     "hutchpp_paper": MethodStyle("Hutch++, shared sketch, envelope analysis", "#CC79A7", "D"),
     "hutchpp": MethodStyle("Hutch++, per-sample sketch, tight analysis", "#E69F00", "v"),
+    "hutchpp_small_head": MethodStyle("Hutch++, small head, per-sample sketch", "#56B4E9", "*"),
 }
 ESTIMATORS = {
     "exact": MethodStyle("exact", "#0072B2", "o"),

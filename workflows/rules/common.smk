@@ -65,6 +65,7 @@ FIGURES = (
     "layer_memory",
     "layer_memory_time",
     "long_context",
+    "noise_by_work",
     "noise_overhead",
     "noise_vs_epsilon",
     "noise_vs_probes",
@@ -171,6 +172,11 @@ def layer_profiles():
     ]
 
 
+def noise_by_work_results():
+    """List the files of noise multipliers for equal work."""
+    return [f"results/noise_by_work/{name}.json" for name in config["noise_by_work"]]
+
+
 def noise_sweeps():
     """List the files of noise multipliers at many settings."""
     return [f"results/noise/{name}.json" for name in config["noise_sweeps"]]
@@ -198,6 +204,7 @@ def all_results():
         "results/norm_error/errors.json",
         "results/peers/measured.json",
         "results/peers/checked.json",
+        *noise_by_work_results(),
         "results/envelope/cdf.json",
         *noise_sweeps(),
         *audits(),
