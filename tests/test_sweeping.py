@@ -57,6 +57,6 @@ def test_the_envelope_of_rank_one_is_the_law_of_chi_squared(tmp_path):
 def test_both_print_when_they_write_nothing(capsys):
     assert main(["envelope", "--ranks", "1", "--points", "2"]) == 0
     assert "rank 1" in capsys.readouterr().out
-    words = "--epsilons 9 --delta 1e-5 --sample-rate 0.1 --steps 5 --json".split()
+    words = ["--epsilons=9", "--delta=1e-5", "--sample-rate=0.1", "--steps=5", "--json"]
     assert main(["sweep-noise", *words]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 4

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.workflow.conftest import SMOKE, copy_project
+from tests.workflow.conftest import SMOKE, copy_project, read_plan
 
 UTILITY = {"plot_accuracy_vs_epsilon", *(f"table_{n}" for n in ("accuracy", "lora", "utility"))}
 FIGURES = {"collect_metrics", "compare_paper", "table_low_budget", *UTILITY}
@@ -114,19 +114,31 @@ def test_a_changed_noise_multiplier_repeats_the_runs_that_use_it(finished_projec
 
 
 @pytest.mark.slow
-def test_new_noise_is_trained_with_in_the_same_run(tmp_path):
+def test_an_edit_of_the_accountant_trains_again_only_where_the_noise_changed(tmp_path):
     project = copy_project(tmp_path / "project")
     assert project.snakemake(*SMOKE).returncode == 0
     calls = project.bin / "calls.log"
+    source = project.folder / "dprc" / "accounting" / "step.py"
     for scale, trained in (("1.0", 0), ("1.5", 5)):
         (project.bin / "noise_scale.txt").write_text(scale)
+        source.write_text(source.read_text() + "\n# edited\n")
         calls.unlink()
-        done = project.snakemake("--forcerun", "calibrate_noise", *SMOKE)
+        done = project.snakemake(*SMOKE)
         assert done.returncode == 0, done.stdout
         commands = [line.split()[0] for line in calls.read_text().splitlines()]
         assert commands.count("calibrate") == 4
+        assert commands.count("sweep-noise") == 1
         assert commands.count("train") == trained
         assert project.planned_jobs() == {}
+
+
+def test_configurations_do_not_mix(finished_project):
+    done = finished_project.snakemake("--dry-run", "--quiet", "rules", "--", "results/all")
+    assert done.returncode == 0, done.stdout
+    # The default configuration finds nothing of what the smoke one made, and would overwrite none.
+    plan = read_plan(done.stdout)
+    assert plan["results_all"] == plan["count_flops"] == plan["compare_paper"] == 1
+    assert not (finished_project.folder / "results" / "all").exists()
 
 
 @pytest.mark.slow
