@@ -9,14 +9,17 @@ from dprc.accounting.queries import (
     privacy_loss_distribution,
 )
 from dprc.accounting.scale import ScaleLaw, combine_laws, scale_law
+from dprc.accounting.small_head import certified_pairs, matched_probes
 
 __all__ = [
     "Accountant",
     "ScaleLaw",
+    "certified_pairs",
     "combine_laws",
     "delta",
     "epsilon",
     "epsilon_bounds",
+    "matched_probes",
     "noise_multiplier",
     "privacy_loss_distribution",
     "scale_law",

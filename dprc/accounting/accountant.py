@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from dprc.accounting import prv, validate
@@ -122,11 +121,16 @@ class Accountant:
         )
         return answer
 
-    def epsilon_bounds(self, delta: float) -> tuple[float, float]:
+    def epsilon_bounds(self, delta: float, *, head_rank: int | None = None) -> tuple[float, float]:
         """Lower and upper bound on ε at this δ.
 
-        The lower one belongs to a gradient that exists, of rank one; no analysis of this mechanism
-        can claim less.
+        The lower one belongs to a gradient that exists; no analysis of this mechanism can claim
+        less. Its rank is one where a law has no head, and 2r for a head of rank r.
+
+        Args:
+            delta: In (0, 1).
+            head_rank: Of hutchpp in every parameter and step, if the laws recorded do not know of
+                it: without it the lower bound would be one of Hutchinson's estimator.
 
         Raises:
             RuntimeError: The two contradict each other, which would prove a defect.
@@ -135,8 +139,8 @@ class Accountant:
         """
         upper = self.epsilon(delta)
         lower = self._answer(
-            ("lower", delta),
-            lambda: float(prv.epsilon_interval(self._counts, delta).lower),
+            ("lower", delta, head_rank),
+            lambda: self._lower_epsilon(delta, head_rank),
             nothing=0.0,
             everything=math.inf,
         )
@@ -197,6 +201,18 @@ class Accountant:
             Composition([Part(c.add, c.remove, n) for c, n in curves], tolerance),
         )
 
+    def _lower_epsilon(self, delta: float, head_rank: int | None) -> float:
+        if head_rank is None:
+            return float(prv.epsilon_interval(self._counts, delta).lower)
+        rank = validate.positive_int("head_rank", head_rank)
+
+        def witness_fn(law: ScaleLaw) -> prv.Witness:
+            if law.kind != "chi2" or law.num_probes is None:
+                return prv.witness_of(law)
+            return prv.Witness.flat(rank, law.num_probes)
+
+        return float(prv.epsilon_interval(self._counts, delta, witness_fn).lower)
+
     def _export(self) -> Any:
         from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
@@ -214,7 +230,10 @@ class Accountant:
         """What was recorded, as plain values that JSON can hold."""
         return {
             "version": 1,
-            "steps": [{**asdict(event), "count": count} for event, count in self._counts.items()],
+            "steps": [
+                {**vars(event), "law": event.law.as_dict(), "count": count}
+                for event, count in self._counts.items()
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,7 +242,7 @@ class Accountant:
         Raises:
             ValueError: The state is not one that state_dict made, or a setting in it is one that
                 ``step`` refuses.
-            PrivacyError: A law in it has fewer than 4 probes.
+            PrivacyError: A law in it has fewer than 4 probes, or no certificate in this version.
         """
         if state.get("version") != 1 or not isinstance(state.get("steps"), list):
             raise ValueError(f"state must be one that state_dict made, got {state!r}")
@@ -233,10 +252,8 @@ class Accountant:
                 raise ValueError(f"state has a step {entry!r}; its keys must be {_STATE_KEYS}")
             settings = dict(entry)
             count, law = settings.pop("count"), settings.pop("law")
-            if not isinstance(law, dict) or set(law) != {"kind", "num_probes"}:
-                raise ValueError(f"state has a law {law!r}; its keys must be kind, num_probes")
             # Nothing that could not have been recorded may be loaded.
-            event = StepEvent.create(law=ScaleLaw(**law), **settings)
+            event = StepEvent.create(law=ScaleLaw.from_dict(law), **settings)
             counts[event] += validate.positive_int("count", count)
         self._counts = counts
         self._answers.clear()

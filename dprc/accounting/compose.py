@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dprc.accounting.arrays import Array, Ints
 from dprc.accounting.convolve import (
     WINDOW_LOG_MASS,
     Composed,
@@ -21,7 +22,6 @@ from dprc.accounting.lattice import (
     dominating_pmf,
     loss_limit,
 )
-from dprc.accounting.scale import Array, Ints
 from dprc.accounting.step import CurveFn
 
 # Relative excess of ε that the lattice may cause.

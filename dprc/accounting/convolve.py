@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import fft, optimize
 
+from dprc.accounting.arrays import Array, Ints
 from dprc.accounting.lattice import LossPmf
-from dprc.accounting.scale import Array, Ints
 from dprc.errors import PrivacyError
 
 Spectrum = npt.NDArray[np.complex128]

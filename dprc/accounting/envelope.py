@@ -6,7 +6,9 @@ from functools import cache
 import numpy as np
 from scipy import special
 
-from dprc.accounting.scale import Array, ScaleLaw, split_chi2_bins
+from dprc.accounting.arrays import Array
+from dprc.accounting.nodes import split_chi2_bins
+from dprc.accounting.scale import ScaleLaw
 
 _BINS = 200
 # Error of the quadrature below, for 8 probes or more.
@@ -34,7 +36,7 @@ class EnvelopeBins:
 
 @cache
 def envelope_bins(law: ScaleLaw) -> EnvelopeBins:
-    """The bins of a law; for the exact law all mass is at 1."""
+    """The bins of a law; for the exact law all mass is at 1, and heads are not counted."""
     if law.num_probes is None:
         return EnvelopeBins(np.ones(1), np.zeros(0), np.zeros(0), 1.0, 0.0)
     k = law.num_probes

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dprc.accounting.scale import Array, Ints
+from dprc.accounting.arrays import Array, Ints
 
 # Removing a point that rounding put on the wrong side of a chord costs a few units in the last
 # place, in each of a handful of passes.

@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
+from dprc.accounting.arrays import Array, Ints
 from dprc.accounting.hull import hockey_stick_hull
-from dprc.accounting.scale import Array, Ints
 from dprc.accounting.step import CurveFn
 
 _UNIT = 2.0 * np.finfo(float).eps

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from scipy import special
 
-from dprc.accounting.scale import Array
+from dprc.accounting.arrays import Array
 
 _ROOT_HALF = math.sqrt(0.5)
 _UNIT = 2.0 * np.finfo(float).eps

@@ -1,13 +1,14 @@
-"""The paper's route to ε: the loss of a rank-one gradient, integrated over the law of S.
+"""The paper's route to ε: the loss of one gradient, integrated over the law of S.
 
-``step`` bounds every gradient from above; this module follows one, of rank one, whose law of R is
-known exactly. Lower and upper sums over the law of S (Riemann–Stieltjes) enclose its privacy loss,
-so that the answer is an interval. It shares neither the curves nor the hulls of the other route:
-each checks the other, and its lower end is a fact about a gradient that exists.
+``step`` bounds every gradient from above; this module follows one whose law of R is known exactly:
+of rank one without a head; with a head of rank r, one with 2r equal singular values. Lower and
+upper sums over the law of S (Riemann–Stieltjes) enclose its privacy loss, so that the answer is an
+interval. It shares neither the curves nor the hulls of the other route: each checks the other, and
+its lower end is a fact about a gradient that exists.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -15,11 +16,12 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
+from dprc.accounting.arrays import Array
 from dprc.accounting.compose import Composition, Part
 from dprc.accounting.convolve import Composed, convolve
 from dprc.accounting.events import StepEvent
 from dprc.accounting.lattice import LossPmf
-from dprc.accounting.scale import Array, ScaleLaw
+from dprc.accounting.scale import ScaleLaw
 from dprc.accounting.step import step_curves
 
 # Bins of the law of R, and of the output given S.
@@ -32,7 +34,7 @@ _SHARE = 1e-3
 
 @dataclass(frozen=True)
 class EpsilonInterval:
-    """An interval that holds the ε of the rank-one gradient, and a best guess.
+    """An interval that holds the ε of the gradient, and a best guess.
 
     Attributes:
         lower: Below it in exact arithmetic up to the bounded rounding of the transforms.
@@ -45,23 +47,64 @@ class EpsilonInterval:
     upper: float
 
 
-def epsilon_interval(counts: Mapping[StepEvent, int], delta: float) -> EpsilonInterval:
-    """Enclose the ε of a rank-one gradient after these steps.
+@dataclass(frozen=True)
+class Witness:
+    """A gradient whose ratio is R = w + (1 − w)·χ²_m/m exactly.
+
+    Attributes:
+        exact_share: w.
+        degrees: m; None where R = 1.
+    """
+
+    exact_share: float
+    degrees: int | None
+
+    @classmethod
+    def flat(cls, head_rank: int, num_probes: int) -> "Witness":
+        """Of 2r equal singular values a head of rank r catches half, whatever its directions are.
+
+        The other r, of a share 1/2r each, are left to the tail (docs/small_head.md).
+        """
+        return cls(0.5, head_rank * num_probes)
+
+
+def witness_of(law: ScaleLaw) -> Witness:
+    """A gradient that exists, where the law is as bad as is known."""
+    if law.num_probes is None:
+        return Witness(0.0, None)
+    plain = [part for part in law.parts or (law,) if part.head_rank is None]
+    if plain:
+        # All of the gradient may be in a parameter without a head, and of rank one.
+        return Witness(0.0, min(part.num_probes or 0 for part in plain))
+    pairs = [(part.head_rank or 0, part.num_probes or 0) for part in law.parts or (law,)]
+    return Witness.flat(*min(pairs, key=lambda pair: pair[0] * pair[1]))
+
+
+def epsilon_interval(
+    counts: Mapping[StepEvent, int],
+    delta: float,
+    witness_fn: Callable[[ScaleLaw], Witness] = witness_of,
+) -> EpsilonInterval:
+    """Enclose the ε of a gradient after these steps.
 
     Args:
         counts: How often each step was taken; noise multipliers above 0.
         delta: In (0, 1).
+        witness_fn: The gradient to follow where a law is charged.
 
     Returns:
         Lower end, estimate and upper end; the larger direction of the neighbouring relation.
 
     Guarantee:
-        lower ≤ ε ≤ upper for the rank-one gradient; hence lower bounds the ε of the mechanism.
+        lower ≤ ε ≤ upper for that gradient; hence lower bounds the ε of the mechanism.
         Lower sums merge outcomes and shrink S, which only hides; rounding a loss to the lattice
         keeps its mean, and by Hoeffding's inequality moves the total of n steps by more than
         h·√(n·log(1/η)/2) with probability at most η = δ/1000 (docs/theory.md, section 6).
     """
-    directions = [_direction(counts, delta, reverse=reverse) for reverse in (False, True)]
+    witnesses = [witness_fn(event.law) for event in counts]
+    directions = [
+        _direction(counts, witnesses, delta, reverse=reverse) for reverse in (False, True)
+    ]
     return EpsilonInterval(
         max(interval.lower for interval in directions),
         max(interval.estimate for interval in directions),
@@ -69,7 +112,9 @@ def epsilon_interval(counts: Mapping[StepEvent, int], delta: float) -> EpsilonIn
     )
 
 
-def _direction(counts: Mapping[StepEvent, int], delta: float, *, reverse: bool) -> EpsilonInterval:
+def _direction(
+    counts: Mapping[StepEvent, int], witnesses: Sequence[Witness], delta: float, *, reverse: bool
+) -> EpsilonInterval:
     """One direction; ``reverse`` is the add direction."""
     steps = sum(counts.values())
     curves = [step_curves(event) for event in counts]
@@ -83,8 +128,8 @@ def _direction(counts: Mapping[StepEvent, int], delta: float, *, reverse: bool) 
 
     def composed(which: Literal["lower", "middle", "upper"]) -> Composed:
         pmfs = [
-            _lattice_pmf(event, which, interval, reverse, limits)
-            for event, limits in zip(counts, view.limits, strict=True)
+            _lattice_pmf(event, witness, which, interval, reverse, limits)
+            for event, witness, limits in zip(counts, witnesses, view.limits, strict=True)
         ]
         return convolve(
             pmfs,
@@ -104,13 +149,14 @@ def _direction(counts: Mapping[StepEvent, int], delta: float, *, reverse: bool) 
 
 def _lattice_pmf(
     event: StepEvent,
+    witness: Witness,
     which: Literal["lower", "middle", "upper"],
     interval: float,
     reverse: bool,
     limits: tuple[float, float],
 ) -> LossPmf:
     """The privacy loss of one step on the lattice."""
-    mass, other, low, high = _outcomes(event, which)
+    mass, other, low, high = _outcomes(event, witness, which)
     if reverse:
         mass, other, low, high = other, mass, -high, -low
     if which == "upper":
@@ -144,10 +190,10 @@ def _lattice_pmf(
 
 @lru_cache(maxsize=3)
 def _outcomes(
-    event: StepEvent, which: Literal["lower", "middle", "upper"]
+    event: StepEvent, witness: Witness, which: Literal["lower", "middle", "upper"]
 ) -> tuple[Array, Array, Array, Array]:
     """Bins of the output: probability with and without the sample, smallest and largest loss."""
-    ratios, weights = _ratio_sum(event.law, which)
+    ratios, weights = _ratio_sum(witness, which)
     mu = 1.0 / (event.noise_multiplier * np.sqrt(ratios))
     q = event.sample_rate
     if event.sketch == "per_sample":
@@ -183,11 +229,16 @@ def _normal_bins(edges: Array) -> Array:
     return np.concatenate([below[:1], inner, above[-1:]])
 
 
-def _ratio_sum(law: ScaleLaw, which: Literal["lower", "middle", "upper"]) -> tuple[Array, Array]:
+def _ratio_sum(witness: Witness, which: Literal["lower", "middle", "upper"]) -> tuple[Array, Array]:
     """Lower, middle or upper Riemann–Stieltjes sum over the law of R: ratios and weights."""
-    if law.num_probes is None:
+    if witness.degrees is None:
         return np.ones(1), np.ones(1)
-    half = law.num_probes / 2
+    ratios, weights = _chi2_sum(witness.degrees / 2, which)
+    return witness.exact_share + (1.0 - witness.exact_share) * ratios, weights
+
+
+def _chi2_sum(half: float, which: Literal["lower", "middle", "upper"]) -> tuple[Array, Array]:
+    """The sum for χ²_m/m, m = 2·half."""
     scores = np.linspace(-9.0, 8.0, _RATIO_BINS + 1)
     inner = np.where(
         scores < 0,

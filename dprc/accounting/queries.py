@@ -7,7 +7,7 @@ from typing import Any
 from dprc.accounting import validate
 from dprc.accounting.accountant import Accountant
 from dprc.accounting.compose import DEFAULT_TOLERANCE
-from dprc.accounting.scale import scale_law
+from dprc.accounting.scale import ScaleLaw, scale_law
 from dprc.errors import PrivacyError
 
 # Outside this range a calibration answers a question that nobody means.
@@ -26,6 +26,7 @@ def epsilon(
     sketch: str = "per_sample",
     analysis: str = "tight",
     head_rank: int | None = None,
+    require_certified: bool = False,
 ) -> float:
     """The ε that so many equal steps cost, an upper bound.
 
@@ -39,14 +40,17 @@ def epsilon(
         num_probes: Gaussian probes (of the tail for hutchpp); at least 4.
         sketch: ``"per_sample"`` (each sample its own sketch) or ``"shared"``.
         analysis: ``"tight"``, or ``"envelope"`` (the paper's; shared sketches only).
-        head_rank: Rank of the head, hutchpp only.
+        head_rank: Rank of the head, hutchpp only. With a certified pair (head_rank, num_probes) it
+            saves noise (docs/small_head.md); otherwise the tail is charged like Hutchinson's.
+        require_certified: Whether a head_rank without a certified pair is an error.
 
     Returns:
         ε ≥ 0; inf without noise.
 
     Raises:
         ValueError: An argument is out of range or does not fit another.
-        PrivacyError: Fewer than 4 probes; delta below what floating-point error allows.
+        PrivacyError: Fewer than 4 probes; delta below what floating-point error allows; a pair that
+            had to be certified and is not.
 
     Guarantee:
         The steps together are (ε, delta)-differentially private under adding or removing one
@@ -57,7 +61,12 @@ def epsilon(
         2.0
     """
     accountant = _accountant(
-        noise_multiplier, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+        noise_multiplier,
+        sample_rate,
+        steps,
+        _law(estimator, num_probes, head_rank, analysis, require_certified),
+        sketch,
+        analysis,
     )
     return accountant.epsilon(delta)
 
@@ -73,11 +82,13 @@ def epsilon_bounds(
     sketch: str = "per_sample",
     analysis: str = "tight",
     head_rank: int | None = None,
+    require_certified: bool = False,
 ) -> tuple[float, float]:
     """Lower and upper bound on the ε of so many equal steps.
 
-    The lower bound belongs to a gradient of rank one, which exists: the true ε of the mechanism is
-    between the two. Arguments and errors as for ``epsilon``.
+    The lower bound belongs to a gradient that exists: the true ε of the mechanism is between the
+    two. Its rank is one; for hutchpp, twice that of the head. Arguments and errors as for
+    ``epsilon``.
 
     Example:
         >>> lower, upper = epsilon_bounds(
@@ -87,9 +98,15 @@ def epsilon_bounds(
         True
     """
     accountant = _accountant(
-        noise_multiplier, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+        noise_multiplier,
+        sample_rate,
+        steps,
+        _law(estimator, num_probes, head_rank, analysis, require_certified),
+        sketch,
+        analysis,
     )
-    return accountant.epsilon_bounds(delta)
+    head = (num_probes if head_rank is None else head_rank) if estimator == "hutchpp" else None
+    return accountant.epsilon_bounds(delta, head_rank=head)
 
 
 def delta(
@@ -103,6 +120,7 @@ def delta(
     sketch: str = "per_sample",
     analysis: str = "tight",
     head_rank: int | None = None,
+    require_certified: bool = False,
 ) -> float:
     """The δ of so many equal steps at this ε ≥ 0, an upper bound.
 
@@ -113,7 +131,12 @@ def delta(
         True
     """
     accountant = _accountant(
-        noise_multiplier, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+        noise_multiplier,
+        sample_rate,
+        steps,
+        _law(estimator, num_probes, head_rank, analysis, require_certified),
+        sketch,
+        analysis,
     )
     return accountant.delta(epsilon)
 
@@ -128,6 +151,7 @@ def privacy_loss_distribution(
     sketch: str = "per_sample",
     analysis: str = "tight",
     head_rank: int | None = None,
+    require_certified: bool = False,
 ) -> Any:
     """The composed loss of so many equal steps, as dp_accounting's object.
 
@@ -140,7 +164,12 @@ def privacy_loss_distribution(
         True
     """
     accountant = _accountant(
-        noise_multiplier, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
+        noise_multiplier,
+        sample_rate,
+        steps,
+        _law(estimator, num_probes, head_rank, analysis, require_certified),
+        sketch,
+        analysis,
     )
     return accountant.privacy_loss_distribution()
 
@@ -156,6 +185,7 @@ def noise_multiplier(
     sketch: str = "per_sample",
     analysis: str = "tight",
     head_rank: int | None = None,
+    require_certified: bool = False,
 ) -> float:
     """The noise multiplier that reaches (ε, δ) in so many equal steps.
 
@@ -169,6 +199,7 @@ def noise_multiplier(
         sketch: ``"per_sample"`` or ``"shared"``.
         analysis: ``"tight"`` or ``"envelope"``.
         head_rank: Rank of the head, hutchpp only.
+        require_certified: As for ``epsilon``.
 
     Returns:
         A noise multiplier σ for which the function ``epsilon`` returns at most the target, within
@@ -184,16 +215,15 @@ def noise_multiplier(
         1.0
     """
     target, delta = validate.epsilon(epsilon), validate.delta(delta)
+    law = _law(estimator, num_probes, head_rank, analysis, require_certified)
     # Refuse bad settings, and warn of costly ones, once.
-    _accountant(1.0, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank)
+    _accountant(1.0, sample_rate, steps, law, sketch, analysis)
     refusals: dict[float, PrivacyError] = {}
 
     def spent(sigma: float, tolerance: float = DEFAULT_TOLERANCE) -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            accountant = _accountant(
-                sigma, sample_rate, steps, estimator, num_probes, sketch, analysis, head_rank
-            )
+            accountant = _accountant(sigma, sample_rate, steps, law, sketch, analysis)
         try:
             return accountant.epsilon(delta, tolerance=tolerance)
         except PrivacyError as refusal:
@@ -289,21 +319,33 @@ def _log_ratio(value: float, target: float) -> float:
     return min(max(math.log(value / target), -5.0), 5.0) if math.isfinite(value) else 5.0
 
 
+def _law(
+    estimator: str,
+    num_probes: int,
+    head_rank: int | None,
+    analysis: str,
+    require_certified: bool,
+) -> ScaleLaw:
+    """The law to charge; the paper's analysis knows of no heads, so it says nothing of them."""
+    with warnings.catch_warnings():
+        if analysis == "envelope":
+            warnings.simplefilter("ignore", UserWarning)
+        return scale_law(estimator, num_probes, head_rank, require_certified=require_certified)
+
+
 def _accountant(
     noise_multiplier: float,
     sample_rate: float,
     steps: int,
-    estimator: str,
-    num_probes: int,
+    law: ScaleLaw,
     sketch: str,
     analysis: str,
-    head_rank: int | None,
 ) -> Accountant:
     accountant = Accountant()
     accountant.step(
         noise_multiplier=noise_multiplier,
         sample_rate=sample_rate,
-        law=scale_law(estimator, num_probes, head_rank),
+        law=law,
         sketch=sketch,
         analysis=analysis,
         count=validate.positive_int("steps", steps),

@@ -2,24 +2,19 @@
 
 Clipping by an estimated norm n̂ scales the differing sample's gradient to at most C·S, where
 S = R^(-1/2). Which inequality turns a law into a guarantee is the business of
-``dprc.accounting.step``; here are the laws, how they combine, and how one integrates over them.
+``dprc.accounting.step``; here are the laws, and how they combine.
 """
 
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-from scipy import special
 
+from dprc.accounting import small_head
 from dprc.errors import PrivacyError
-
-Array = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 EXACT_ESTIMATORS = ("exact", "ghost", "tiled")
 RANDOMIZED_ESTIMATORS = ("hutchinson", "hutchpp")
@@ -28,21 +23,6 @@ RANDOMIZED_ESTIMATORS = ("hutchinson", "hutchpp")
 # heavy that rare steps without effective clipping dominate every guarantee.
 MIN_PRIVATE_PROBES = 4
 FEW_PROBES = 16
-# chi^2_k/k shrinks in convex order as k grows, so a smaller k is a safe stand-in for a larger one.
-_MAX_RESOLVED_PROBES = 100_000
-
-# Nodes are placed at normal quantiles, dense where the mass that decides ε lies: the mass below the
-# first is 6e-39, above the last 6e-16.
-_NODE_QUANTILES = np.concatenate(
-    [
-        np.arange(-65, -45) * 0.2,
-        np.arange(-180, 0) * 0.05,
-        np.arange(0, 50) * 0.1,
-        np.arange(5.0, 8.01, 0.5),
-    ]
-)
-# Relative error of scipy's incomplete gamma functions, with a margin of ten.
-_GAMMA_ERROR = 1e-13
 
 
 @dataclass(frozen=True)
@@ -50,36 +30,51 @@ class ScaleLaw:
     """The law that R = n̂²/n² is never worse than.
 
     ``"exact"`` is R = 1. ``"chi2"`` is χ²_k/k, the law of k Gaussian probes on a rank-one gradient,
-    which bounds every other gradient in convex order (docs/theory.md, Theorem 1).
+    which bounds every other gradient in convex order (docs/theory.md, Theorem 1). ``"small_head"``
+    is the certified law of Hutch++ with a head of small rank (docs/small_head.md). ``"largest"`` is
+    what a model has whose parameters have several of them: below one of its parts, unknown which.
 
     Attributes:
-        kind: ``"exact"`` or ``"chi2"``.
-        num_probes: k of χ²_k/k; None for ``"exact"``.
+        kind: ``"exact"``, ``"chi2"``, ``"small_head"`` or ``"largest"``.
+        num_probes: k; of the tail for ``"small_head"``, the smallest of the parts for
+            ``"largest"``; None for ``"exact"``.
+        head_rank: r of ``"small_head"``, else None.
+        parts: Two or more laws of ``"largest"``, else empty.
 
     Raises:
-        ValueError: The kind is unknown, or num_probes is not a positive int where one is needed.
+        ValueError: The kind is unknown, or another attribute does not fit it.
+        PrivacyError: The pair (head_rank, num_probes) has no certified law.
 
     Example:
         >>> ScaleLaw.chi2(32)
-        ScaleLaw(kind='chi2', num_probes=32)
+        ScaleLaw(kind='chi2', num_probes=32, head_rank=None, parts=())
         >>> ScaleLaw.exact().is_exact
         True
     """
 
-    kind: Literal["exact", "chi2"]
+    kind: Literal["exact", "chi2", "small_head", "largest"]
     num_probes: int | None = None
+    head_rank: int | None = None
+    parts: "tuple[ScaleLaw, ...]" = ()
 
     def __post_init__(self) -> None:
-        if self.kind == "exact":
-            if self.num_probes is not None:
-                raise ValueError(
-                    f"num_probes must be None for the exact law, got {self.num_probes!r}"
-                )
-        elif self.kind == "chi2":
+        if self.kind not in ("exact", "chi2", "small_head", "largest"):
+            raise ValueError(
+                f"kind must be 'exact', 'chi2', 'small_head' or 'largest', got {self.kind!r}"
+            )
+        if self.kind == "exact" and self.num_probes is not None:
+            raise ValueError(f"num_probes must be None for the exact law, got {self.num_probes!r}")
+        if self.kind == "small_head":
+            object.__setattr__(self, "head_rank", _checked_count("head_rank", self.head_rank))
+        elif self.head_rank is not None:
+            raise ValueError(f"head_rank must be None for kind {self.kind!r}")
+        if (len(self.parts) > 1) != (self.kind == "largest"):
+            raise ValueError(f"parts must be two or more laws for 'largest', got {self.parts!r}")
+        if self.kind != "exact":
             # A plain int: a law is compared, hashed, and saved as JSON.
-            object.__setattr__(self, "num_probes", _checked_probes(self.num_probes))
-        else:
-            raise ValueError(f"kind must be 'exact' or 'chi2', got {self.kind!r}")
+            object.__setattr__(self, "num_probes", _checked_count("num_probes", self.num_probes))
+        if self.kind == "small_head":
+            small_head.load_table(self.head_rank or 0, self.num_probes or 0)
 
     @classmethod
     def exact(cls) -> "ScaleLaw":
@@ -91,10 +86,45 @@ class ScaleLaw:
         """The law of ``num_probes`` Gaussian probes."""
         return cls("chi2", num_probes)
 
+    @classmethod
+    def small_head(cls, head_rank: int, num_probes: int) -> "ScaleLaw":
+        """The certified law of Hutch++ with a head of this rank and so many tail probes."""
+        return cls("small_head", num_probes, head_rank)
+
     @property
     def is_exact(self) -> bool:
         """Whether the norm is known exactly, so that S = 1."""
         return self.kind == "exact"
+
+    @property
+    def without_heads(self) -> "ScaleLaw":
+        """The law that is charged when nothing is known of heads: χ²_k/k with the fewest probes."""
+        return self if self.num_probes is None else ScaleLaw.chi2(self.num_probes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes that the kind uses, as values that JSON can hold."""
+        plain: dict[str, Any] = {"kind": self.kind, "num_probes": self.num_probes}
+        if self.head_rank is not None:
+            plain["head_rank"] = self.head_rank
+        if self.parts:
+            plain["parts"] = [part.as_dict() for part in self.parts]
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: object) -> "ScaleLaw":
+        """The law that ``as_dict`` described.
+
+        Raises:
+            ValueError: It did not make this.
+            PrivacyError: The law is one that this version has no certificate of.
+        """
+        if not isinstance(plain, dict) or not {"kind", "num_probes"} <= set(plain) <= {
+            *("kind", "num_probes", "head_rank", "parts")
+        }:
+            raise ValueError(f"a law must have the keys kind, num_probes, got {plain!r}")
+        if plain["kind"] == "largest":
+            return combine_laws(cls.from_dict(part) for part in plain.get("parts", ()))
+        return cls(plain["kind"], plain["num_probes"], plain.get("head_rank"))
 
     def require_private(self) -> None:
         """Refuse a law that is too heavy-tailed for private training; warn of a costly one.
@@ -119,15 +149,21 @@ class ScaleLaw:
             )
 
 
-def _checked_probes(num_probes: object) -> int:
-    if isinstance(num_probes, bool) or not isinstance(num_probes, Integral):
-        raise ValueError(f"num_probes must be an int, got {num_probes!r}")
-    if num_probes < 1:
-        raise ValueError(f"num_probes must be at least 1, got {num_probes}")
-    return int(num_probes)
+def _checked_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return int(value)
 
 
-def scale_law(estimator: str, num_probes: int = 32, head_rank: int | None = None) -> ScaleLaw:
+def scale_law(
+    estimator: str,
+    num_probes: int = 32,
+    head_rank: int | None = None,
+    *,
+    require_certified: bool = False,
+) -> ScaleLaw:
     """The law of a named estimator.
 
     Args:
@@ -135,8 +171,10 @@ def scale_law(estimator: str, num_probes: int = 32, head_rank: int | None = None
             ``"hutchpp"``.
         num_probes: Gaussian probes; of the tail for ``"hutchpp"``. Deterministic estimators have
             none and ignore it.
-        head_rank: Rank of the head of ``"hutchpp"``; it is exact and never hurts, so the tail
-            governs whatever its rank.
+        head_rank: Rank of the head of ``"hutchpp"``. With a certified pair (head_rank, num_probes)
+            the head is worth what it catches; with another, and without one, it never hurts, and
+            the tail is charged like Hutchinson's.
+        require_certified: Whether a head_rank without a certified law is an error.
 
     Returns:
         The law that accounting charges.
@@ -144,10 +182,14 @@ def scale_law(estimator: str, num_probes: int = 32, head_rank: int | None = None
     Raises:
         ValueError: Unknown estimator; num_probes or head_rank out of range; head_rank for an
             estimator without a head.
+        PrivacyError: The pair is not certified and had to be.
+
+    Warns:
+        UserWarning: A head smaller than the tail was asked for, and its pair is not certified.
 
     Example:
-        >>> scale_law("ghost").kind
-        'exact'
+        >>> scale_law("ghost").kind, scale_law("hutchpp", 26, head_rank=2).kind
+        ('exact', 'small_head')
         >>> scale_law("hutchpp", num_probes=64).num_probes
         64
     """
@@ -159,107 +201,70 @@ def scale_law(estimator: str, num_probes: int = 32, head_rank: int | None = None
             raise ValueError(f"head_rank must be an int of at least 1, got {head_rank!r}")
     if estimator in EXACT_ESTIMATORS:
         return ScaleLaw.exact()
-    if estimator in RANDOMIZED_ESTIMATORS:
-        return ScaleLaw.chi2(num_probes)
-    known = ", ".join(EXACT_ESTIMATORS + RANDOMIZED_ESTIMATORS)
-    raise ValueError(f"estimator must be one of {known}, got {estimator!r}: no law, no guarantee")
+    if estimator not in RANDOMIZED_ESTIMATORS:
+        known = ", ".join(EXACT_ESTIMATORS + RANDOMIZED_ESTIMATORS)
+        raise ValueError(
+            f"estimator must be one of {known}, got {estimator!r}: no law, no guarantee"
+        )
+    law = ScaleLaw.chi2(num_probes)
+    if head_rank is None:
+        return law
+    if (head_rank, num_probes) in small_head.certified_pairs():
+        return ScaleLaw.small_head(head_rank, num_probes)
+    if require_certified:
+        raise PrivacyError(small_head.uncertified(head_rank, num_probes))
+    if head_rank < num_probes:
+        warnings.warn(
+            f"{small_head.uncertified(head_rank, num_probes)}; its tail is charged like "
+            f"hutchinson's {num_probes} probes",
+            UserWarning,
+            stacklevel=2,
+        )
+    return law
 
 
 def combine_laws(laws: Iterable[ScaleLaw]) -> ScaleLaw:
     """The law of a model whose parameters use these laws, however dependent their sketches are.
 
-    The smallest k of a randomized parameter governs, because χ²_k/k shrinks in convex order as k
-    grows (docs/theory.md, Theorem 1); exact parameters never hurt.
+    R is a mean of the parameters' ratios, so the pointwise maximum of the laws' put functions
+    bounds it (docs/small_head.md). The smallest k of χ²_k/k governs, because that law shrinks in
+    convex order as k grows (docs/theory.md, Theorem 1); exact parameters never hurt.
 
     Raises:
         ValueError: There is no law at all: nothing is counted.
 
     Example:
-        >>> combine_laws([ScaleLaw.exact(), ScaleLaw.chi2(64), ScaleLaw.chi2(32)])
-        ScaleLaw(kind='chi2', num_probes=32)
+        >>> combine_laws([ScaleLaw.exact(), ScaleLaw.chi2(64), ScaleLaw.chi2(32)]).num_probes
+        32
+        >>> combine_laws([ScaleLaw.small_head(2, 26), ScaleLaw.chi2(160)]).kind
+        'small_head'
     """
     collected = list(laws)
     if not collected:
         raise ValueError("laws must hold at least one law: a model without parameters has no norm")
-    probes = [law.num_probes for law in collected if law.num_probes is not None]
-    return ScaleLaw.chi2(min(probes)) if probes else ScaleLaw.exact()
-
-
-@dataclass(frozen=True)
-class RatioNodes:
-    """A measure on ratios that overestimates E φ(R) for convex φ ≥ 0.
-
-    Attributes:
-        ratios: Increasing, positive; shape (nodes,).
-        masses: Rounded up; shape (nodes,).
-        masses_low: Rounded down; shape (nodes,).
-        mass_at_zero: Mass whose φ is to be taken as φ(0), rounded up.
-    """
-
-    ratios: Array
-    masses: Array
-    masses_low: Array
-    mass_at_zero: float
-
-
-@cache
-def ratio_nodes(law: ScaleLaw) -> RatioNodes:
-    """Nodes of the tight analysis: each bin's mass goes to its two ends, keeping its mean.
-
-    Guarantee:
-        For convex non-increasing φ ≥ 0, Σ masses·φ(ratios) + mass_at_zero·φ(0) ≥ E φ(R),
-        floating-point error included (docs/theory.md, Lemma 7).
-    """
-    if law.num_probes is None:
-        one = np.ones(1)
-        return RatioNodes(one, one, one, 0.0)
-    k = min(law.num_probes, _MAX_RESOLVED_PROBES)
-    nodes = _chi2_quantiles(k)
-    low, high, slack = split_chi2_bins(nodes, k)
-    masses = np.zeros_like(nodes)
-    masses[:-1] += low
-    masses[1:] += high
-    # Mass above the last node goes down to it: φ is non-increasing.
-    masses[-1] += special.gammaincc(k / 2, nodes[-1] * k / 2)
-    return RatioNodes(
-        nodes,
-        masses * (1.0 + slack),
-        masses * (1.0 - slack),
-        float(special.gammainc(k / 2, nodes[0] * k / 2)) * (1.0 + slack),
+    single = {part for law in collected for part in (law.parts or (law,)) if not part.is_exact}
+    heads = sorted(
+        (law for law in single if law.kind == "small_head"), key=lambda law: law.head_rank or 0
     )
-
-
-def _chi2_quantiles(k: int) -> Array:
-    """Quantiles of χ²_k/k, each from the side on which its probability is small."""
-    below = _NODE_QUANTILES[_NODE_QUANTILES < 0]
-    above = _NODE_QUANTILES[_NODE_QUANTILES >= 0]
-    lower = special.gammaincinv(k / 2, special.ndtr(below))
-    upper = special.gammainccinv(k / 2, special.ndtr(-above))
-    ratios: Array = np.concatenate([lower, upper]) * 2.0 / k
-    return ratios
-
-
-def _chi2_bins(nodes: Array, k: int, shift: int | None = None) -> Array:
-    """P(node_i < χ²_k/scale ≤ node_{i+1}); with scale = shift, k = shift+2: E[R; bin] of χ²_shift.
-
-    Source: E[X; X ≤ r] = F_{k+2}(r k) for X = χ²_k/k.
-    """
-    scaled = nodes * (shift or k) / 2
-    below = special.gammainc(k / 2, scaled)
-    above = special.gammaincc(k / 2, scaled)
-    mass: Array = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
-    return mass
-
-
-def split_chi2_bins(nodes: Array, k: int) -> tuple[Array, Array, float]:
-    """Mass of χ²_k/k for each bin's lower and upper end, with the bin's mass and mean.
-
-    Returns:
-        low and high, shape (nodes-1,), and a bound on their relative error.
-    """
-    mass = _chi2_bins(nodes, k)
-    moment = _chi2_bins(nodes, k + 2, shift=k)
-    high = np.clip((moment - nodes[:-1] * mass) / np.diff(nodes), 0.0, mass)
-    # The division by a bin's relative width amplifies the error of the CDF.
-    slack = _GAMMA_ERROR * float(1.0 + 2.0 * np.max(nodes[1:] / np.diff(nodes)))
-    return mass - high, high, slack
+    tables = {law: small_head.load_table(law.head_rank or 0, law.num_probes or 0) for law in heads}
+    # A head with no fewer columns before a tail with no fewer probes is below another in convex
+    # order, and so need not be kept.
+    kept = [
+        law
+        for law in heads
+        if not any(
+            other != law
+            and (other.head_rank or 0) <= (law.head_rank or 0)
+            and (other.num_probes or 0) <= (law.num_probes or 0)
+            for other in heads
+        )
+    ]
+    probes = [law.num_probes for law in single if law.kind == "chi2" and law.num_probes is not None]
+    if probes and not any(min(probes) >= tables[law].matched_probes for law in kept):
+        fewest = ScaleLaw.chi2(min(probes))
+        # A head never hurts: its law is below that of its tail alone.
+        kept = [law for law in kept if (law.num_probes or 0) < (fewest.num_probes or 0)]
+        kept.append(fewest)
+    if len(kept) > 1:
+        return ScaleLaw("largest", min(law.num_probes or 0 for law in kept), None, tuple(kept))
+    return kept[0] if kept else ScaleLaw.exact()

@@ -13,11 +13,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from dprc.accounting.arrays import Array
 from dprc.accounting.envelope import envelope_bins
 from dprc.accounting.events import StepEvent
 from dprc.accounting.hull import concave_majorant
+from dprc.accounting.nodes import RatioNodes, ratio_nodes
 from dprc.accounting.normal import density, gaussian_hockey_stick, lower_tail
-from dprc.accounting.scale import Array, RatioNodes, ScaleLaw, ratio_nodes
+from dprc.accounting.scale import ScaleLaw
 
 # Two units in the last place: every rounding below is a small multiple of it.
 _UNIT = 2.0 * np.finfo(float).eps
@@ -316,7 +318,7 @@ def _threshold_bounds(t: Array, mu: Array, nodes: RatioNodes) -> tuple[Array, Ar
 
 
 def _mean_inverse_root(law: ScaleLaw) -> float:
-    """E R^(−1/2) of the law, an upper bound for every gradient by convexity."""
+    """E R^(−1/2) of χ²_k/k, an upper bound for every gradient by convexity; a head never hurts."""
     if law.num_probes is None:
         return 1.0
     k = law.num_probes

@@ -67,7 +67,12 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="default 32; of the tail for hutchpp",
     )
-    add("--head-rank", type=int, metavar="R", help="hutchpp only")
+    add("--head-rank", type=int, metavar="R", help="hutchpp only; certified pairs save noise")
+    add(
+        "--require-certified",
+        action="store_true",
+        help="refuse a head-rank and num-probes without a certified law",
+    )
     add("--sketch", default="per_sample", help="per_sample (default) or shared")
     add(
         "--analysis",
@@ -155,6 +160,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "estimator": args.estimator,
         "num_probes": args.num_probes,
         "head_rank": args.head_rank,
+        "require_certified": args.require_certified,
         "sketch": args.sketch,
         "analysis": args.analysis,
     }

@@ -6,7 +6,8 @@ from dp_accounting.pld import privacy_loss_distribution
 
 from dprc import accounting
 from dprc.accounting.compose import Composition, Part
-from dprc.accounting.scale import RatioNodes, ScaleLaw, ratio_nodes
+from dprc.accounting.nodes import RatioNodes, ratio_nodes
+from dprc.accounting.scale import ScaleLaw
 from dprc.accounting.step import per_sample_curves, subsampled
 
 GRID = 1e-4

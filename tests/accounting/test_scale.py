@@ -14,7 +14,8 @@ from tests.accounting import truth
 def test_names_map_to_laws():
     assert all(scale_law(name).is_exact for name in ("exact", "ghost", "tiled"))
     assert scale_law("hutchinson", 48) == ScaleLaw.chi2(48)
-    assert scale_law("hutchpp", 26, head_rank=2) == ScaleLaw.chi2(26)
+    assert scale_law("hutchpp", 26) == ScaleLaw.chi2(26)
+    assert scale_law("hutchpp", 26, head_rank=2) == ScaleLaw.small_head(2, 26)
 
 
 def test_fewest_probes_govern_and_exact_layers_never_hurt():

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from dprc.accounting import step
 from dprc.accounting.events import StepEvent
+from dprc.accounting.nodes import ratio_nodes
 from dprc.accounting.normal import gaussian_hockey_stick
-from dprc.accounting.scale import ScaleLaw, ratio_nodes
+from dprc.accounting.scale import ScaleLaw
 from tests.accounting import truth
 
 # Error of the truth: quadrature and cancellation in its closed form.
