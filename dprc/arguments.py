@@ -38,12 +38,19 @@ def declared_tokens(estimator: object, max_tokens: int | None) -> int | None:
     return max_tokens
 
 
+def randomized_name(estimator: str, head_rank: int | None) -> str:
+    """Return what stands behind ``"auto"`` where exact is not cheaper; other names as they are."""
+    if estimator != "auto":
+        return estimator
+    return "hutchinson" if head_rank is None else "hutchpp"
+
+
 def chosen_estimator(
     estimator: str | Estimator, num_probes: int, sketch: str, head_rank: int | None
 ) -> Estimator:
     """Return the estimator that a name and options, or an object without options, stand for."""
     if isinstance(estimator, str):
-        name = "hutchinson" if estimator == "auto" else estimator
+        name = randomized_name(estimator, head_rank)
         return estimators.get(name, num_probes=num_probes, sketch=sketch, head_rank=head_rank)
     if not isinstance(estimator, Estimator):
         raise TypeError(f"estimator: must be a name or an Estimator, got {estimator!r}")

@@ -72,7 +72,7 @@ class ClippedSum:
         self.clipped = self.excluded = 0
         self.capture = Capture(model, self)
         try:
-            self.plan = NormPlan(self.capture, estimator, sketch, declared_tokens)
+            self.plan = NormPlan(self.capture, estimator, declared_tokens)
         except BaseException:
             self.capture.detach()
             raise

@@ -16,41 +16,39 @@ class NormPlan:
     Args:
         capture: The captured model.
         estimator: The one asked for.
-        sketch: ``"per_sample"`` or ``"shared"``.
         declared_tokens: Length to choose by, for ``"auto"``; None takes the one asked for.
     """
 
-    def __init__(
-        self, capture: Capture, estimator: Estimator, sketch: str, declared_tokens: int | None
-    ) -> None:
-        self._capture, self._estimator, self._sketch = capture, estimator, sketch
-        self._declared_tokens = declared_tokens
-        self._chosen = [self._choose(index) for index in range(len(capture.parameters))]
+    def __init__(self, capture: Capture, estimator: Estimator, declared_tokens: int | None) -> None:
+        self._capture, self._declared_tokens = capture, declared_tokens
+        indices, several = range(len(capture.parameters)), estimator.of_several_uses()
+        self._chosen = [self._choose(index, estimator) for index in indices]
+        self._of_several = [self._choose(index, several) for index in indices]
 
     def law(self) -> ScaleLaw:
-        """Return the law of the clipping scale that all parameters together have."""
-        exact = estimators.Exact().scale_law()
-        return accounting.combine_laws(
-            exact if chosen is None else chosen.scale_law() for chosen in self._chosen
-        )
+        """Return the law of the clipping scale that all parameters together have.
+
+        Any parameter may turn out to have several uses.
+        """
+        exact = estimators.Exact()
+        used = dict.fromkeys(each or exact for each in (*self._chosen, *self._of_several))
+        return accounting.combine_laws(each.scale_law() for each in used)
 
     def estimator_of(self, parameter: int) -> Estimator | None:
         """Return a parameter's estimator; None where each sample's gradient is formed.
 
         A parameter that is used several times gets one that can take several uses.
         """
-        chosen = self._chosen[parameter]
-        if chosen is None or chosen.linear or not self._capture.has_several_uses(parameter):
-            return chosen
-        # The sketches of uses add up, which a head's do not; the law of the ratio is the same.
-        return estimators.Hutchinson(getattr(chosen, "num_probes", 32), self._sketch)
+        several = self._capture.has_several_uses(parameter)
+        return (self._of_several if several else self._chosen)[parameter]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each trained parameter.
 
         Returns:
-            Rows with ``name``, ``shape``, ``captured_as`` (the kinds of modules that use it) and
-            ``estimator`` of its norm.
+            Rows with ``name``, ``shape``, ``captured_as`` (the kinds of modules that use it),
+            ``estimator`` of its norm, its ``num_probes`` (None if it is exact) and ``head_rank``
+            (None without a head of its own rank).
         """
         rows = []
         for index, name in enumerate(self._capture.names):
@@ -66,11 +64,13 @@ class NormPlan:
                     "shape": list(self._capture.parameters[index].shape),
                     "captured_as": "+".join(sorted(kinds)),
                     "estimator": "exact" if estimator is None else estimator.name,
+                    "num_probes": getattr(estimator, "num_probes", None),
+                    "head_rank": getattr(estimator, "head_rank", None),
                 }
             )
         return rows
 
-    def _choose(self, parameter: int) -> Estimator | None:
+    def _choose(self, parameter: int, wanted: Estimator) -> Estimator | None:
         shape = self._capture.parameters[parameter].shape
         sites = [
             site
@@ -81,13 +81,13 @@ class NormPlan:
             return None  # a vector, or looped over
         rows, columns = matrix_shape(shape)
         only_ids = all(isinstance(site, EmbeddingSite) for site in sites)
-        narrow = min(rows, columns) <= getattr(self._estimator, "num_probes", 0)
-        if self._estimator.randomized and (only_ids or narrow):
+        narrow = min(rows, columns) <= getattr(wanted, "num_probes", 0)
+        if wanted.randomized and (only_ids or narrow):
             # Exact is cheaper here, and an exact share only helps the guarantee.
             return estimators.Exact()
         if self._declared_tokens is None:
-            return self._estimator
-        candidates = (estimators.Exact(), estimators.Ghost(), self._estimator)
+            return wanted
+        candidates = (estimators.Exact(), estimators.Ghost(), wanted)
         return min(
             candidates, key=lambda each: each.flops(1, self._declared_tokens or 1, rows, columns)
         )

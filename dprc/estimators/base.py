@@ -111,8 +111,6 @@ class Estimator(ABC):
 
     name: ClassVar[str]
     randomized: ClassVar[bool] = False
-    # Whether uses of a parameter may come one by one: the sum of sketches is the sketch of the sum.
-    linear: ClassVar[bool] = True
 
     @abstractmethod
     def begin(
@@ -129,6 +127,10 @@ class Estimator(ABC):
         Raises:
             ValueError: A randomized estimator got no source.
         """
+
+    def of_several_uses(self) -> "Estimator":
+        """Return what takes the norm of a parameter whose uses come one by one: this, if it can."""
+        return self
 
     @abstractmethod
     def flops(self, batch: int, tokens: int, in_features: int, out_features: int) -> int:

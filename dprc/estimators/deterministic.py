@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from dprc.accounting.scale import ScaleLaw, scale_law
-from dprc.estimators.base import Accumulation, Estimator, Use, squared_sum, token_blocks
+from dprc.estimators.base import (
+    CONVERTED_TOKENS,
+    Accumulation,
+    Estimator,
+    Use,
+    squared_sum,
+    token_blocks,
+)
 from dprc.precision import full_precision, work_dtype
 from dprc.sketch import SketchSource
 
@@ -130,14 +137,37 @@ def _gram(
     first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:  # (B, T, T') of inner products; ids stand for one-hot rows
     if first.is_floating_point() and second.is_floating_point():
-        return first.to(dtype) @ second.to(dtype).transpose(1, 2)
+        return _inner_products(first, second, dtype)
     if first.is_floating_point():
         # (B,T,rows) against ids (B,T'): pick the columns.
         index = second.long().unsqueeze(1).expand(-1, first.shape[1], -1)
-        return first.to(dtype).gather(2, index)
+        return first.gather(2, index).to(dtype)
     if second.is_floating_point():
         return _gram(second, first, dtype).transpose(1, 2).contiguous()
     return (first.unsqueeze(2) == second.unsqueeze(1)).to(dtype)
+
+
+def _inner_products(
+    first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:  # (B, T, n), (B, T', n) -> (B, T, T')
+    """Return first·secondᵀ; in low precision some features of all tokens at a time.
+
+    As many as make a copy no larger than that of one block of tokens.
+    """
+    if first.dtype == second.dtype == dtype:
+        return first @ second.transpose(1, 2)
+    total = first.new_zeros(first.shape[0], first.shape[1], second.shape[1], dtype=dtype)
+    width = first.shape[2]
+    step = max(
+        1, width * CONVERTED_TOKENS // max(first.shape[1], second.shape[1], CONVERTED_TOKENS)
+    )
+    for start in range(0, width, step):
+        features = slice(start, start + step)
+        left = first[..., features].to(dtype)
+        right = left if second is first else second[..., features].to(dtype)
+        total.baddbmm_(left, right.transpose(1, 2))
+        del left, right  # before the next ones are made
+    return total
 
 
 class Ghost(Estimator):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dprc.accounting.scale import ScaleLaw, scale_law
+from dprc.accounting.small_head import certified_pairs, matched_probes
 from dprc.estimators.base import (
     CONVERTED_TOKENS,
     Accumulation,
@@ -13,7 +14,7 @@ from dprc.estimators.base import (
     squared_sum,
     token_blocks,
 )
-from dprc.estimators.hutchinson import needs_source, projects_rows
+from dprc.estimators.hutchinson import Hutchinson, needs_source, projects_rows
 from dprc.estimators.products import NARROW_COLUMNS, collect_, project
 from dprc.precision import work_dtype
 from dprc.sketch import BLOCK_ROWS, SketchSource
@@ -80,7 +81,8 @@ class _HeadAndTail(Accumulation):
         image /= largest.view(-1, 1, 1)
         powered = self._apply(use, image.mT, transposed=True)
         del image
-        return torch.linalg.qr(powered.mT).Q
+        basis: torch.Tensor = torch.linalg.qr(powered.mT)[0]
+        return basis
 
     def _apply(
         self, use: Use, columns: torch.Tensor, *, transposed: bool = False
@@ -106,7 +108,8 @@ class HutchPlusPlus(Estimator):
     ‖M Q‖² + ‖M P − (M Q)(Qᵀ P)‖².
 
     Guarantee: unbiased given Q; the ratio to the truth lies below χ²_k/k in convex order, with k
-    the number of *tail* probes.
+    the number of *tail* probes. With a certified pair (head_rank, num_probes) it lies below that
+    pair's law, close to 1 (docs/small_head.md): 2 and 26 cost the operations of 32 probes.
 
     Source: Ullah et al. (arXiv 2605.24879), Hutch++ variant; theirs has ``head_rank=num_probes``.
     """
@@ -116,13 +119,21 @@ class HutchPlusPlus(Estimator):
     head_rank: int | None = None
     name = "hutchpp"
     randomized = True
-    linear = False
 
     def begin(
         self, rows: int, columns: int, *, batch: int, source: SketchSource | None = None
     ) -> Accumulation:
         """Start the norm of one parameter; see :meth:`Estimator.begin`."""
         return _HeadAndTail(rows, columns, batch, self, needs_source(self, source))
+
+    def of_several_uses(self) -> Estimator:
+        """Return Hutchinson's estimator with probes enough that this one's law governs the model.
+
+        The sketches of uses add up, which heads do not: a head needs all uses at once, twice.
+        """
+        if self.head_rank is None or (self.head_rank, self.num_probes) not in certified_pairs():
+            return Hutchinson(self.num_probes, self.sketch)
+        return Hutchinson(matched_probes(self.head_rank, self.num_probes), self.sketch)
 
     def flops(self, batch: int, tokens: int, in_features: int, out_features: int) -> int:
         """Count 2BT(3r+k)(d+p) and the head's part of the tail; the QR is not counted.
@@ -163,5 +174,5 @@ class HutchPlusPlus(Estimator):
         return batch * side * count + max(moments)
 
     def scale_law(self) -> ScaleLaw:
-        """Return χ²_k/k of the tail's probes."""
+        """Return the certified law of head and tail, or χ²_k/k of the tail's probes alone."""
         return scale_law(self.name, num_probes=self.num_probes, head_rank=self.head_rank)
