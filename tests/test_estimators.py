@@ -8,13 +8,24 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dprc import estimators
+from dprc.accounting import ScaleLaw
 from dprc.estimators import Use
 from dprc.noise import Stream
+from dprc.profiling.flops import LayerShape
+from dprc.profiling.layer_memory import layer_memory
 from dprc.sketch import SketchSource
 
 DETERMINISTIC = ("exact", "ghost", "tiled")
-RANDOMIZED = ("hutchinson", "hutchpp")
+RANDOMIZED = ("hutchinson", "hutchpp", "small head")
+EVERY = (*estimators.names(), "small head")
 KEY = Stream((3, 5))
+
+
+def build(name, *, num_probes=8, sketch="per_sample", rank=None):
+    """Make an estimator by name; "small head" is hutchpp with fewer columns in the head."""
+    if name == "small head":
+        name, rank = "hutchpp", rank or 2
+    return estimators.get(name, num_probes=num_probes, sketch=sketch, head_rank=rank)
 
 
 def factors(batch, tokens, d, p, dtype=torch.float64, seed=0):
@@ -33,7 +44,7 @@ def source(kind="per_sample", step=0, first_sample=0):
 
 
 def estimate(name, uses, rows, columns, *, num_probes=8, sketch="per_sample", step=0, rank=None):
-    estimator = estimators.get(name, num_probes=num_probes, sketch=sketch, head_rank=rank)
+    estimator = build(name, num_probes=num_probes, sketch=sketch, rank=rank)
     accumulation = estimator.begin(
         rows, columns, batch=uses[0].right.shape[0], source=source(sketch, step)
     )
@@ -45,7 +56,7 @@ def estimate(name, uses, rows, columns, *, num_probes=8, sketch="per_sample", st
 class TestEveryEstimator:
     """The contract that each member of the registry keeps."""
 
-    @pytest.mark.parametrize("name", estimators.names())
+    @pytest.mark.parametrize("name", EVERY)
     @pytest.mark.parametrize("sketch", ["shared", "per_sample"])
     def test_samples_do_not_mix(self, name, sketch):
         a, g = factors(3, 5, 11, 13)
@@ -55,21 +66,21 @@ class TestEveryEstimator:
         assert full[0] == changed[0]
         assert (full[1:] != changed[1:]).all()
 
-    @pytest.mark.parametrize("name", estimators.names())
+    @pytest.mark.parametrize("name", EVERY)
     def test_an_empty_batch_and_no_use_give_no_norm(self, name):
         a, g = factors(0, 5, 11, 13)
         assert estimate(name, [Use(g, a)], 13, 11).shape == (0,)
-        accumulation = estimators.get(name).begin(13, 11, batch=2, source=source())
+        accumulation = build(name).begin(13, 11, batch=2, source=source())
         assert torch.equal(accumulation.finish(), torch.zeros(2))
 
-    @pytest.mark.parametrize("name", estimators.names())
+    @pytest.mark.parametrize("name", EVERY)
     def test_a_zero_gradient_has_norm_zero(self, name):
         a, g = factors(2, 5, 11, 13)
         assert torch.equal(
             estimate(name, [Use(torch.zeros_like(g), a)], 13, 11), torch.zeros(2).double()
         )
 
-    @pytest.mark.parametrize("name", estimators.names())
+    @pytest.mark.parametrize("name", EVERY)
     def test_low_precision_inputs_are_computed_in_float32(self, name):
         a, g = factors(2, 2500, 11, 13, torch.bfloat16)
         low = estimate(name, [Use(g, a)], 13, 11)
@@ -77,14 +88,14 @@ class TestEveryEstimator:
         assert low.dtype == torch.float32
         torch.testing.assert_close(low, high, rtol=1e-5, atol=0)
 
-    @pytest.mark.parametrize("name", estimators.names())
+    @pytest.mark.parametrize("name", EVERY)
     def test_autocast_around_it_changes_nothing(self, name):
         a, g = factors(2, 9, 11, 13, torch.float32)
         plain = estimate(name, [Use(g, a)], 13, 11)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(estimate(name, [Use(g, a)], 13, 11), plain)
 
-    @pytest.mark.parametrize("name", estimators.names())
+    @pytest.mark.parametrize("name", EVERY)
     def test_factors_that_do_not_fit_are_refused(self, name):
         a, g = factors(2, 5, 11, 13)
         for use in (Use(a, g), Use(g, a[:1]), Use(g[:, :4], a), Use(g, a[0])):
@@ -231,10 +242,24 @@ class TestRandomized:
             got = estimate("hutchpp", [Use(g, a)], 13, 11, rank=rank)
             assert torch.allclose(got, dense(a, g), rtol=1e-9) == exact
 
-    def test_hutchpp_refuses_a_second_use(self):
+    @pytest.mark.parametrize("name", ["hutchpp", "small head"])
+    def test_a_head_refuses_a_second_use(self, name):
         a, g = factors(2, 3, 11, 13)
         with pytest.raises(ValueError, match="several uses"):
-            estimate("hutchpp", [Use(g, a), Use(g, a)], 13, 11)
+            estimate(name, [Use(g, a), Use(g, a)], 13, 11)
+
+    @pytest.mark.parametrize(
+        ("options", "probes"),
+        [
+            ({"num_probes": 26, "head_rank": 2}, 160),  # below the certified law in convex order
+            ({"num_probes": 26}, 26),
+            ({"num_probes": 9, "head_rank": 2}, 9),  # no certified law: the tail's
+        ],
+    )
+    def test_several_uses_take_probes_with_the_same_law(self, options, probes):
+        several = estimators.get("hutchpp", sketch="shared", **options).of_several_uses()
+        assert several == estimators.Hutchinson(probes, "shared")
+        assert several.of_several_uses() is several
 
 
 class TestCosts:
@@ -252,6 +277,28 @@ class TestCosts:
             1, 4096, d, p
         )
         assert round(100 * (1 - cost), 2) == saving
+
+    # Ghost takes its second Gram matrix and the converted factor at different moments.
+    @pytest.mark.parametrize("name", EVERY)
+    @pytest.mark.parametrize("sketch", ["shared", "per_sample"])
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize(
+        "shape",
+        [LayerShape(96, 640, 300, 2), LayerShape(640, 96, 40, 3), LayerShape(4500, 64, 5000)],
+    )
+    def test_workspace_is_no_less_than_simulated_and_not_much_more(
+        self, name, sketch, dtype, shape
+    ):
+        estimator = build(name, sketch=sketch)
+        simulated = layer_memory(estimator, shape, dtype=dtype).workspace_bytes
+        sizes = (shape.batch, shape.tokens, shape.in_features, shape.out_features)
+        low = torch.bfloat16 if dtype == "bf16" else torch.float32
+        claimed = estimator.workspace_bytes(*sizes, low)
+        # One sample's numbers are drawn outside of the formula, before they are put in place.
+        drawn = 4 * 10 * min(shape.in_features, shape.out_features) * estimator.randomized
+        assert simulated <= claimed + drawn + 64
+        if dtype == "fp32":
+            assert claimed <= 1.3 * simulated + 64
 
     def test_workspace_of_low_precision_inputs_counts_the_converted_block(self):
         exact = estimators.get("exact")
@@ -278,7 +325,14 @@ class TestRegistry:
     def test_the_law_is_that_of_the_probes(self):
         assert estimators.get("ghost").scale_law().is_exact
         assert estimators.get("hutchinson", num_probes=20).scale_law().num_probes == 20
-        assert estimators.get("hutchpp", num_probes=20, head_rank=2).scale_law().num_probes == 20
+        assert estimators.get("hutchpp", num_probes=20).scale_law().num_probes == 20
+
+    def test_the_law_of_a_small_head_is_the_certified_one(self):
+        law = estimators.get("hutchpp", num_probes=26, head_rank=2).scale_law()
+        assert law == ScaleLaw.small_head(2, 26)
+        with pytest.warns(UserWarning, match="no certified law"):
+            law = estimators.get("hutchpp", num_probes=20, head_rank=2).scale_law()
+        assert law == ScaleLaw.chi2(20)
 
     def test_a_randomized_estimator_needs_randomness(self):
         a, g = factors(1, 2, 3, 4)

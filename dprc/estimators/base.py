@@ -28,18 +28,27 @@ class Use(NamedTuple):
 
 
 def token_blocks(use: Use) -> Iterator[Use]:
-    """Yield the use in the working dtype, low-precision inputs a block of tokens at a time."""
+    """Yield the use in the working dtype, low-precision inputs a block of tokens at a time.
+
+    Drop a block before the next is asked for, or two of them live at once.
+    """
     dtype = work_dtype(use.right.dtype)
     low = use.right.dtype != dtype or (not use.by_ids and use.left.dtype != dtype)
     tokens = use.right.shape[1]
     for start in range(0, tokens, CONVERTED_TOKENS if low else max(tokens, 1)):
         part = slice(start, start + CONVERTED_TOKENS) if low else slice(None)
         left, right = use.left[:, part], use.right[:, part].to(dtype)
-        yield Use(left if use.by_ids else left.to(dtype), right)
+        block = Use(left if use.by_ids else left.to(dtype), right)
+        del left, right
+        yield block
+        del block
 
 
 def converted(factor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (tokens, factor of those) in a dtype: a block of tokens at a time where it differs."""
+    """Yield (tokens, factor of those) in a dtype: a block of tokens at a time where it differs.
+
+    Drop a block before the next is asked for, or two of them live at once.
+    """
     if factor.dtype == dtype or not factor.is_floating_point():
         yield slice(None), factor
         return

@@ -39,6 +39,7 @@ class _Dense(Accumulation):
                 self._gradient = part.left.transpose(1, 2) @ part.right
             else:
                 self._gradient.baddbmm_(part.left.transpose(1, 2), part.right)
+            del part
 
     def _finish(self) -> torch.Tensor:
         if self._gradient is None:
@@ -218,6 +219,7 @@ class _Tiles(_KeptUses):
                     continue
                 for part in token_blocks(Use(use.left[..., start:stop], use.right)):
                     tile.baddbmm_(part.left.transpose(1, 2), part.right)
+                    del part
             total += squared_sum(tile)
             del tile  # before the next one is made
 

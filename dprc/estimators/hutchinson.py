@@ -46,6 +46,7 @@ class _Projection(Accumulation):
             else:
                 index = part.long().unsqueeze(1).expand(-1, self._num_probes, -1)
                 self._sketched.scatter_add_(2, index, weights)
+            del part
 
     def _project_(
         self, thin: torch.Tensor, factor: torch.Tensor, side: int
@@ -58,6 +59,7 @@ class _Projection(Accumulation):
                 each = probes.expand(self.batch, -1, -1)
                 for tokens, part in converted(factor[..., block], thin.dtype):
                     thin[:, tokens].baddbmm_(part, each)  # in place: no second (B, T, k)
+                    del part
                 del each
             else:
                 inside = (factor >= block.start) & (factor < block.stop)

@@ -76,9 +76,6 @@ class _HeadAndTail(Accumulation):
     def _basis(self, use: Use, start: torch.Tensor) -> torch.Tensor:  # (B, side, rank), twice
         """Return an orthonormal basis of Mᵀ M S."""
         image = self._apply(use, start)
-        # Only its directions matter: scaled, a gradient's third power leaves no floating range.
-        largest = image.abs().flatten(1).amax(1).clamp_(min=torch.finfo(image.dtype).tiny)
-        image /= largest.view(-1, 1, 1)
         powered = self._apply(use, image.mT, transposed=True)
         del image
         basis: torch.Tensor = torch.linalg.qr(powered.mT)[0]
@@ -91,9 +88,10 @@ class _HeadAndTail(Accumulation):
         from_rows = self._on_rows != transposed
         into = self.columns if from_rows else self.rows
         total = columns.new_zeros(self.batch, columns.shape[2], into)
-        for left, right in token_blocks(use):
-            near, far = (left, right) if from_rows else (right, left)
+        for block in token_blocks(use):
+            near, far = block if from_rows else reversed(block)
             collect_(total, project(near, columns), far)
+            del block, near, far
         return total
 
     def _finish(self) -> torch.Tensor:
