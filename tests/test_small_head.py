@@ -7,11 +7,14 @@ import pytest
 import torch
 from scipy import optimize, stats
 
+import dprc
+from dprc import losses
 from dprc.accounting.small_head import load_table
 from dprc.estimators import Use
 from dprc.estimators.hutchpp import HutchPlusPlus, _HeadAndTail
 from dprc.noise import Stream
 from dprc.sketch import SketchSource
+from tests import tiny
 
 KEY = Stream((3, 5))
 
@@ -196,3 +199,83 @@ class TestLaw:
             fresh, sample = put(best.x, runs=100_000, seed=1)
             assert excess(sample, [*STRIKES, strike], pair).max() < 5
             assert strike < 1 or fresh > 0.8 * bound, "the search must have come near"
+
+
+SMALL_HEAD = {"estimator": "hutchpp", "num_probes": 26, "head_rank": 2}
+
+
+@pytest.mark.filterwarnings("ignore:privacy_seed")
+class TestModel:
+    """A whole model under the law of a head, also where a parameter cannot have one."""
+
+    @staticmethod
+    def engine(model, **options):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        chosen = {
+            "max_grad_norm": 1.0,
+            "noise_multiplier": 0.0,
+            "sample_rate": 0.1,
+            "expected_batch_size": 1,
+            "privacy_seed": 0,
+        }
+        return dprc.PrivacyEngine(model, optimizer, **(chosen | SMALL_HEAD | options))
+
+    @staticmethod
+    def batch():
+        ids = torch.arange(12).view(2, 6)
+        return {"input_ids": ids, "attention_mask": ids.ge(0), "labels": ids}
+
+    @staticmethod
+    def wide_model():
+        """Tied embeddings of 168 columns, keys and values of 84 rows."""
+        return tiny.causal_lm(hidden_size=168, intermediate_size=200, num_hidden_layers=1)
+
+    def test_parameters_without_a_head_take_matched_probes_under_one_law(self):
+        model = self.wide_model()
+        engine = self.engine(model, noise_multiplier=1.0)
+        assert engine.law == dprc.accounting.ScaleLaw.small_head(2, 26)
+        engine.backward(losses.causal_lm_loss(model, self.batch(), chunk_tokens=4))
+        rows = {row["name"]: row for row in engine.plan()}
+        chosen = {
+            name: (row["estimator"], row["num_probes"], row["head_rank"])
+            for name, row in rows.items()
+        }
+        assert chosen["model.embed_tokens.weight"] == ("hutchinson", 160, None)
+        assert chosen["model.layers.0.mlp.up_proj.weight"] == ("hutchpp", 26, 2)
+        assert rows["model.norm.weight"]["num_probes"] is None
+        engine.step()
+        one_step = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1, "delta": 1e-5}
+        assert engine.epsilon(1e-5) == dprc.accounting.epsilon(**one_step, **SMALL_HEAD)
+        assert engine.epsilon(1e-5) < dprc.accounting.epsilon(**one_step, num_probes=26)
+        # With the tail's number of probes alone the whole model would be charged like them.
+        laws = [engine.law, dprc.accounting.ScaleLaw.chi2(26)]
+        assert dprc.accounting.combine_laws(laws) != engine.law
+
+    def test_a_used_matrix_narrower_than_the_matched_probes_is_exact(self):
+        model = tiny.causal_lm(hidden_size=40, intermediate_size=60, num_hidden_layers=1)
+        engine = self.engine(model)
+        losses.causal_lm_loss(model, self.batch())
+        rows = {row["name"]: row["estimator"] for row in engine.plan()}
+        assert rows["model.embed_tokens.weight"] == "exact"  # 40 columns
+        assert rows["model.layers.0.mlp.up_proj.weight"] == "hutchpp"
+
+    def test_auto_with_a_head_charges_the_heads_law(self):
+        options = {**SMALL_HEAD, "estimator": "auto"}
+        chosen = {}
+        for tokens in (8, 4096):
+            engine = self.engine(self.wide_model(), estimator="auto", max_tokens=tokens)
+            chosen[tokens] = {row["name"]: row["estimator"] for row in engine.plan()}
+            engine.detach()
+        up, keys = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+        assert chosen[8][up] == "ghost"
+        assert chosen[4096][up] == "hutchpp"  # 32·(168+200) < 168·200
+        assert chosen[4096][keys] == "hutchpp"  # 32·(168+84) < 168·84
+        target = {"epsilon": 3.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 20}
+        model = self.wide_model()
+        calibrated = dprc.PrivacyEngine.with_epsilon(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0,
+            expected_batch_size=3, privacy_seed=0, max_tokens=4096, **target, **options,
+        )  # fmt: skip
+        assert calibrated.noise_multiplier == dprc.accounting.noise_multiplier(
+            **target, **SMALL_HEAD
+        )
