@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dprc.engine import PrivacyEngine
+from dprc.estimators import Estimator
 from dprc.noise import Position, Stream
 
 LossFn = Callable[[nn.Module, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -27,7 +28,10 @@ def random_batch(vocabulary: int, *, samples: int = 3, tokens: int = 17) -> dict
 
 
 def check_model(
-    model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFn
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: LossFn,
+    estimator: str | Estimator = "hutchinson",
 ) -> list[dict[str, Any]]:
     """Compare the engine's exact norms with one plain backward pass for each sample.
 
@@ -35,11 +39,12 @@ def check_model(
         model: Its trained parameters are checked, without dropout; it is left as it was.
         batch: Given to ``loss_fn``.
         loss_fn: (model, batch) -> (B,) losses.
+        estimator: What training would use.
 
     Returns:
-        A row for each trained parameter: ``name``, ``shape``, ``captured_as``, ``estimator`` (of
-        the default configuration) and ``max_relative_error`` of its norms, relative to the
-        largest of all parameters' norms where its own is smaller than a millionth of that.
+        A row for each trained parameter: what ``PrivacyEngine.plan`` says of it after this loss,
+        and ``max_relative_error`` of its norms, relative to the largest of all parameters' norms
+        where its own is smaller than a millionth of that.
 
     Raises:
         PrivacyError: The model cannot be trained privately; the message names the part.
@@ -55,9 +60,12 @@ def check_model(
             found = engine.squared_norms_by_parameter
         finally:
             engine.detach()
-        planner = _engine(model, "hutchinson")
-        plan = planner.plan()
-        planner.detach()
+        planner = _engine(model, estimator)
+        try:
+            loss_fn(model, batch)  # shows which parameters have several uses
+            plan = planner.plan()
+        finally:
+            planner.detach()
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -73,7 +81,7 @@ def check_model(
     return rows
 
 
-def _engine(model: nn.Module, estimator: str) -> PrivacyEngine:
+def _engine(model: nn.Module, estimator: str | Estimator) -> PrivacyEngine:
     trained = [p for p in model.parameters() if p.requires_grad]
     return PrivacyEngine(
         model,

@@ -8,7 +8,7 @@ import torch
 from dprc import checking, losses
 from dprc.cli import main
 from dprc.sites import EmbeddingSite
-from tests import zoo
+from tests import tiny, zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch_dtype`")
 
@@ -29,6 +29,18 @@ def test_a_right_model_passes(folder, chunk_tokens, capsys):
     assert "lm_head.weight" not in names  # tied: one parameter
     kinds = {row["name"]: row["captured_as"] for row in report["parameters"]}
     assert kinds["model.embed_tokens.weight"] == "embedding+linear"
+
+
+def test_the_estimator_of_training_is_shown_as_the_loss_uses_it(tmp_path, capsys):
+    tiny.save_causal_lm(tmp_path, hidden_size=168, num_hidden_layers=1)
+    head = ["--estimator", "hutchpp", "--num-probes", "26", "--head-rank", "2"]
+    assert main(["check", "--model", str(tmp_path), *head]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    # Tied to the head of the chunked loss: several uses have no head, so more probes.
+    assert "hutchinson 160" in lines["model.embed_tokens.weight"]
+    assert "hutchpp 26" in lines["model.layers.0.self_attn.q_proj.weight"]
+    assert main(["check", "--model", str(tmp_path), "--estimator", "hutch"]) == 2
+    assert "got 'hutch'" in capsys.readouterr().err
 
 
 def test_a_wrong_capture_fails(folder, capsys, monkeypatch):

@@ -77,6 +77,7 @@ MORE_CASES = [
     ("estimator", {}, step(estimator="ghost", tokens=1024, loss="full")),
     ("estimator", {}, step(estimator="exact", batch=16, tokens=16, schedule="book_keeping")),
     ("estimator", {}, step(estimator="hutchpp", num_probes=100, batch=16, tokens=16)),
+    ("estimator", {}, step(estimator="hutchpp", num_probes=120, head_rank=2, batch=16, tokens=16)),
     (
         "estimator",
         {},

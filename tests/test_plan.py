@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dprc import accounting
 from dprc.cli import main
 from dprc.commands.planning import parse_bytes
 from dprc.profiling.memory import Step, simulate_step
@@ -45,6 +46,44 @@ def test_a_target_chooses_probes_by_the_noise_they_cost():
     chosen = plan(target=target)["recommendation"]
     assert chosen["estimator"] == "hutchinson"
     assert 0 < chosen["noise_overhead"] <= 0.05
+
+
+class TestHead:
+    def test_a_head_is_planned_for_when_asked_for(self):
+        target = Target(epsilon=2.0, delta=1e-5, sample_rate=0.01, steps=100)
+        answer = plan(tokens=64, batch=1, head=(2, 26), target=target)
+        chosen = answer["recommendation"]
+        assert (chosen["estimator"], chosen["num_probes"], chosen["head_rank"]) == (
+            "hutchpp",
+            26,
+            2,
+        )
+        noise = {
+            name: accounting.noise_multiplier(
+                epsilon=2.0, delta=1e-5, sample_rate=0.01, steps=100, **options
+            )
+            for name, options in {
+                "exact": {"estimator": "exact"},
+                "head": {"estimator": "hutchpp", "head_rank": 2, "num_probes": 26},
+            }.items()
+        }
+        assert chosen["noise_multiplier"] == noise["head"]
+        assert chosen["noise_overhead"] == pytest.approx(noise["head"] / noise["exact"] - 1)
+        # 32 columns pass the layer: three times the head's two, and the tail's.
+        layer = next(row for row in answer["layers"] if row["out_features"] == 1024)
+        flops = 2 * (64 * (3 * 2 + 26) + 2 * 26) * (256 + 1024)
+        assert layer["estimators"]["hutchpp"]["flops"] == flops
+        step = Step(64, estimator="hutchpp", num_probes=26, head_rank=2, schedule="book_keeping")
+        truth = simulate_step(MODEL.config(), step).peak_bytes
+        assert answer["peak_bytes"]["book_keeping"] == truth
+        assert any("take hutchinson with 160 probes" in note for note in answer["notes"])
+
+    def test_half_a_head_is_refused(self, tmp_path, capsys):
+        words = ["plan", "--model", "llama-3.2-1b", "--tokens", "64", "--batch", "1"]
+        assert main([*words, "--head-rank", "2"]) == 2
+        assert "give both, or none" in capsys.readouterr().err
+        assert main([*words, "--head-rank", "0", "--num-probes", "26"]) == 2
+        assert "head_rank: must be at least 1, got 0" in capsys.readouterr().err
 
 
 class TestFit:

@@ -27,6 +27,9 @@ def add_parsers(subparsers: Any) -> None:
         "--batch", type=Path, help="JSON with input_ids (and attention_mask, labels), equal lengths"
     )
     check.add_argument("--chunk-tokens", type=int, default=1024, help="of the chunked loss")
+    check.add_argument("--estimator", default="hutchinson", help="that training would use")
+    check.add_argument("--num-probes", type=int, default=32, help="of it (default: 32)")
+    check.add_argument("--head-rank", type=int, metavar="R", help="hutchpp only")
     check.add_argument("--json", action="store_true", help="print the rows as JSON")
     check.set_defaults(run=_check)
 
@@ -35,10 +38,14 @@ def _check(arguments: argparse.Namespace) -> int:
     stay_offline()
     import torch
 
+    from dprc import estimators
     from dprc.checking import check_model, random_batch
     from dprc.losses import causal_lm_loss
     from dprc.models import load_causal_lm
 
+    estimator = estimators.get(
+        arguments.estimator, num_probes=arguments.num_probes, head_rank=arguments.head_rank
+    )
     model = load_causal_lm(arguments.model, torch.float64).eval()
     vocabulary = int(model.config.vocab_size)
     batch = _read_batch(arguments.batch) if arguments.batch else random_batch(vocabulary)
@@ -48,18 +55,22 @@ def _check(arguments: argparse.Namespace) -> int:
             f"--batch: the model knows ids below {vocabulary}, got {largest} in input_ids"
         )
     rows = check_model(
-        model, batch, lambda m, b: causal_lm_loss(m, b, chunk_tokens=arguments.chunk_tokens)
+        model,
+        batch,
+        lambda m, b: causal_lm_loss(m, b, chunk_tokens=arguments.chunk_tokens),
+        estimator,
     )
     worst = max(row["max_relative_error"] for row in rows)
     if arguments.json:
         print(json.dumps({"parameters": rows, "max_relative_error": worst}, indent=2))
     else:
         width = max(len(row["name"]) for row in rows)
-        print("Exact norms against brute force. 'estimator' is what training would use.")
-        print(f"{'parameter':<{width}}  {'captured as':<18} {'estimator':<11} relative error")
+        print("Exact norms against brute force. 'estimator' (and its probes) is for training.")
+        print(f"{'parameter':<{width}}  {'captured as':<18} {'estimator':<14} relative error")
         for row in rows:
+            used = " ".join(str(row[key]) for key in ("estimator", "num_probes") if row[key])
             print(
-                f"{row['name']:<{width}}  {row['captured_as']:<18} {row['estimator']:<11} "
+                f"{row['name']:<{width}}  {row['captured_as']:<18} {used:<14} "
                 f"{row['max_relative_error']:.1e}"
             )
         print(f"largest relative error {worst:.1e}: {'ok' if worst <= TOLERANCE else 'WRONG'}")

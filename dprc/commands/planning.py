@@ -39,6 +39,8 @@ def add_parsers(subparsers: Any) -> None:
     plan.add_argument("--delta", type=float, help="in (0, 1)")
     plan.add_argument("--sample-rate", type=float, help="Poisson inclusion probability")
     plan.add_argument("--steps", type=int, help="optimizer steps")
+    plan.add_argument("--head-rank", type=int, metavar="R", help="of hutchpp, e.g. 2; plan for it")
+    plan.add_argument("--num-probes", type=int, metavar="K", help="of its tail, e.g. 26")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(run=_plan)
 
@@ -55,6 +57,7 @@ def add_parsers(subparsers: Any) -> None:
     _add_model(simulate, required=False)
     simulate.add_argument("--tokens", required=True, help="sequence lengths, e.g. 1024,4096")
     simulate.add_argument("--num-probes", default="32", help="probe counts (default: 32)")
+    simulate.add_argument("--head-rank", type=int, help="--model: of hutchpp (default: probes)")
     simulate.add_argument("--batch", type=int, default=1, help="samples (default: 1)")
     simulate.add_argument("--modes", help="--model: forward, nonprivate, hutchinson_two_pass, …")
     simulate.add_argument("--sketch", help="shared or per_sample (layers: both)")
@@ -103,6 +106,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     target = (arguments.epsilon, arguments.delta, arguments.sample_rate, arguments.steps)
     if any(value is not None for value in target) and None in target:
         raise ValueError("--epsilon, --delta, --sample-rate and --steps: give all four, or none")
+    head = (arguments.head_rank, arguments.num_probes)
+    if (head[0] is None) != (head[1] is None):
+        raise ValueError("--head-rank and --num-probes: give both, or none")
     stay_offline()
 
     from dprc.profiling.presets import load_shape
@@ -117,6 +123,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             checkpointing=arguments.checkpointing,
             memory_bytes=memory,
             target=None if arguments.epsilon is None else Target(*target),
+            head=None if head[0] is None else head,
         )
     for note in answer["notes"]:
         if note.startswith("warning"):
@@ -131,7 +138,8 @@ def _in_words(plan: dict[str, Any]) -> str:
     lines = [
         f"{plan['model']}: {plan['parameters'] / 1e6:,.0f} M parameters, {plan['tokens']} tokens x "
         f"{plan['batch']} samples, {plan['dtype']}, {plan['optimizer']}; k = {plan['num_probes']}, "
-        f"{plan['sketch']} sketch",
+        f"{plan['sketch']} sketch"
+        + ("" if plan["head_rank"] is None else f", head of rank {plan['head_rank']}"),
         "",
         "Norm of one layer: GFLOP | MiB of workspace beyond activations and gradients",
         f"{'layer':<16}{'count':>6}" + "".join(f"{name:>19}" for name in names),
@@ -151,14 +159,19 @@ def _in_words(plan: dict[str, Any]) -> str:
             f"  {name:<13}{row['peak_bytes'] / 2**30:>8.2f} GiB "
             f"{row['ratio_to_nonprivate']:>6.2f} x  in {row['phase']}{note}"
         )
-    lines += ["  without " + "; ".join(plan["excluded"]), "  for " + plan["notes"][0], ""]
+    lines += [
+        "  without " + "; ".join(plan["excluded"]),
+        *(f"  for {note}" for note in plan["notes"][:1]),
+    ]
+    lines += [f"  {note}" for note in plan["notes"][1:] if not note.startswith("warning")] + [""]
     return "\n".join([*lines, _advice(plan["recommendation"])])
 
 
 def _advice(chosen: dict[str, Any]) -> str:
     clipping = chosen["estimator"]
     if chosen["num_probes"] is not None:
-        clipping += f", {chosen['num_probes']} probes, {chosen['sketch']} sketch"
+        head = "" if chosen["head_rank"] is None else f"head of rank {chosen['head_rank']}, "
+        clipping += f", {head}{chosen['num_probes']} probes, {chosen['sketch']} sketch"
     if "noise_multiplier" in chosen:
         clipping += (
             f" (noise multiplier {chosen['noise_multiplier']:.4g}, "
@@ -241,6 +254,7 @@ def _model_rows(
             modes=None if arguments.modes is None else arguments.modes.split(","),
             batch=arguments.batch,
             num_probes=probes[0],
+            head_rank=arguments.head_rank,
             sketch=arguments.sketch or "per_sample",
             dtype=arguments.dtype,
             checkpointing=arguments.checkpointing,

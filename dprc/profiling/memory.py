@@ -49,6 +49,7 @@ class Step:
         schedule: ``"two_pass"`` or ``"book_keeping"``.
         num_probes: k.
         sketch: ``"per_sample"`` or ``"shared"``.
+        head_rank: Of ``hutchpp``; None for ``num_probes``.
         dtype: Of parameters and activations: ``"fp32"`` or ``"bf16"``.
         checkpointing: Recompute each block's activations in the backward pass.
         loss: ``"chunked"`` is ``dprc.losses.causal_lm_loss``; ``"full"`` makes all logits at once.
@@ -64,6 +65,7 @@ class Step:
     schedule: str = "two_pass"
     num_probes: int = 32
     sketch: str = "per_sample"
+    head_rank: int | None = None
     dtype: str = "fp32"
     checkpointing: bool = False
     loss: str = "chunked"
@@ -393,6 +395,7 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> P
             estimator=str(step.estimator),
             num_probes=step.num_probes,
             sketch=step.sketch,
+            head_rank=step.head_rank,
             schedule=step.schedule,
             privacy_seed=0,
         )
@@ -427,7 +430,7 @@ def model_rows(
         shape: Of the model.
         tokens: Sequence lengths.
         modes: Of ``mode_names()``; None takes all. ``nonprivate`` is added, for the ratio.
-        **settings: Of ``Step``, the same for all.
+        **settings: Of ``Step``, the same for all; ``head_rank`` for those of ``hutchpp``.
 
     Returns:
         A row for each mode and length: ``model``, ``StepMemory.as_row``, ``ratio_to_nonprivate``.
@@ -441,6 +444,7 @@ def model_rows(
         if mode not in known:
             raise ValueError(f"--modes: must be of {', '.join(known)}, got {mode!r}")
     config = shape.config()
+    head_rank = settings.pop("head_rank", None)
     rows = []
     for length in tokens:
         memories = []
@@ -451,6 +455,7 @@ def model_rows(
                 tokens=length,
                 estimator=name or None,
                 schedule=schedule,
+                head_rank=head_rank if name == "hutchpp" else None,
                 forward_only=mode == "forward",
                 **settings,
             )

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dprc import estimators
+from dprc import accounting, estimators
 from dprc.accounting import planner
 from dprc.estimators.deterministic import TILE_ROWS
 from dprc.profiling.flops import LayerShape
@@ -114,7 +114,7 @@ def matrices(config: Any) -> tuple[list[dict[str, Any]], int]:
 
 def layer_table(
     shapes: Sequence[dict[str, Any]], *, tokens: int, batch: int, num_probes: int, sketch: str,
-    dtype: str,
+    dtype: str, head_rank: int | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the rows of ``shapes`` with what each estimator costs one layer.
 
@@ -127,7 +127,8 @@ def layer_table(
         layer = LayerShape(shape["in_features"], shape["out_features"], tokens, batch)
         costs = {}
         for name in estimators.names():
-            estimator = estimators.get(name, num_probes=num_probes, sketch=sketch)
+            rank = head_rank if name == "hutchpp" else None
+            estimator = estimators.get(name, num_probes=num_probes, sketch=sketch, head_rank=rank)
             flops = estimator.flops(batch, tokens, layer.in_features, layer.out_features)
             # All tiles are alike: a few stand for those of a vocabulary.
             few = min(layer.out_features, 4 * TILE_ROWS) if name == "tiled" else layer.out_features
@@ -146,6 +147,7 @@ def make_plan(
     checkpointing: bool = False,
     memory_bytes: int | None = None,
     target: Target | None = None,
+    head: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Plan private training of a model.
 
@@ -157,10 +159,12 @@ def make_plan(
         checkpointing: Whether the reported peaks are with gradient checkpointing.
         memory_bytes: What there is; None plans without a limit.
         target: Chooses the number of probes by the noise it costs; None takes 32.
+        head: Plan for hutchpp with this (head_rank, num_probes) instead of choosing.
 
     Returns:
-        ``layers``, ``peak_bytes`` (by schedule, and ``nonprivate``), ``peaks`` (the same with phase
-        and ratio), ``recommendation``, ``excluded`` (what the peaks do not hold) and ``notes``.
+        ``layers``, ``head_rank`` (None without a head), ``peak_bytes`` (by schedule, and
+        ``nonprivate``), ``peaks`` (the same with phase and ratio), ``recommendation``, ``excluded``
+        (what the peaks do not hold) and ``notes``.
 
     Raises:
         ValueError: A model that cannot be planned, or a number out of range.
@@ -169,12 +173,20 @@ def make_plan(
     config = shape.config()
     step = Step(tokens=tokens, batch=batch, dtype=dtype, checkpointing=checkpointing)
     shapes, parameters = matrices(config)
-    clipping = _choose_clipping(shapes, tokens, batch, target)
-    k, sketch = clipping["num_probes"] or 32, clipping["sketch"] or "per_sample"
-    layers = layer_table(
-        shapes, tokens=tokens, batch=batch, num_probes=k, sketch=sketch, dtype=dtype
+    clipping = (
+        _choose_clipping(shapes, tokens, batch, target)
+        if head is None
+        else _with_head(head, target)
     )
-    private = replace(step, estimator=clipping["estimator"], num_probes=k, sketch=sketch)
+    k, sketch = clipping["num_probes"] or 32, clipping["sketch"] or "per_sample"
+    rank = clipping["head_rank"]
+    layers = layer_table(
+        shapes, tokens=tokens, batch=batch, num_probes=k, sketch=sketch, dtype=dtype,
+        head_rank=rank,
+    )  # fmt: skip
+    private = replace(
+        step, estimator=clipping["estimator"], num_probes=k, sketch=sketch, head_rank=rank
+    )
     peaks = {
         "nonprivate": step_peak(config, step),
         "two_pass": step_peak(config, private),
@@ -193,17 +205,26 @@ def make_plan(
         "optimizer": step.optimizer,
         "num_probes": k,
         "sketch": sketch,
+        "head_rank": rank,
         "layers": layers,
         "peak_bytes": {name: row["peak_bytes"] for name, row in peaks.items()},
         "peaks": peaks,
         "recommendation": {**clipping, **_choose_schedule(config, private, memory_bytes, peaks)},
         "excluded": list(EXCLUDED),
-        "notes": _notes(shape, tokens),
+        "notes": _notes(shape, tokens, clipping),
     }
 
 
-def _notes(shape: ModelShape, tokens: int) -> list[str]:
+def _notes(shape: ModelShape, tokens: int, clipping: dict[str, Any]) -> list[str]:
     notes = ["samples without padding: a padding mask would add a (tokens, tokens) matrix"]
+    if clipping["estimator"] == "hutchpp":
+        several = estimators.get(
+            "hutchpp", num_probes=clipping["num_probes"], head_rank=clipping["head_rank"]
+        ).of_several_uses()
+        notes.append(
+            "parameters with several uses, as the head of the chunked loss, take hutchinson with "
+            f"{getattr(several, 'num_probes', 0)} probes, which the noise covers"
+        )
     limit = shape.max_tokens
     if limit is not None and tokens > limit:
         notes.append(f"warning: {tokens} tokens are more than the model's {limit} positions")
@@ -227,10 +248,11 @@ def _choose_clipping(
         )
         chosen = planner.recommend(options).as_dict()
         return {
-            name: chosen[name]
+            name: chosen.get(name)
             for name in (
                 "estimator",
                 "num_probes",
+                "head_rank",
                 "sketch",
                 "analysis",
                 "noise_multiplier",
@@ -246,8 +268,26 @@ def _choose_clipping(
     return {
         "estimator": best,
         "num_probes": 32 if randomized else None,
+        "head_rank": None,
         "sketch": "per_sample" if randomized else None,
     }
+
+
+def _with_head(head: tuple[int, int], target: Target | None) -> dict[str, Any]:
+    """Take hutchpp with a given head, and say what noise it costs."""
+    clipping: dict[str, Any] = {
+        "estimator": "hutchpp",
+        "num_probes": head[1],
+        "head_rank": head[0],
+        "sketch": "per_sample",
+    }
+    estimators.get("hutchpp", num_probes=head[1], head_rank=head[0])  # refuses what is no count
+    if target is None:
+        return clipping
+    exact = accounting.noise_multiplier(**asdict(target), estimator="exact")
+    noise = accounting.noise_multiplier(**asdict(target), **clipping)
+    costs = {"noise_multiplier": noise, "noise_overhead": noise / exact - 1}
+    return {**clipping, "analysis": "tight", **costs}
 
 
 def _choose_schedule(
