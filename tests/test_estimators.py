@@ -1,5 +1,8 @@
 """Estimators against dense per-sample gradients, and their randomness against theory."""
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,8 @@ from scipy import stats
 
 from dprc import estimators
 from dprc.accounting import ScaleLaw
-from dprc.estimators import Use
+from dprc.estimators import Use, products
+from dprc.estimators.products import NARROW_COLUMNS
 from dprc.noise import Stream
 from dprc.profiling.flops import LayerShape
 from dprc.profiling.layer_memory import layer_memory
@@ -341,3 +345,35 @@ class TestRegistry:
         generator = torch.Generator().manual_seed(0)
         first = estimators.get("hutchinson").squared_norm(a, g, generator)
         assert first != estimators.get("hutchinson").squared_norm(a, g, generator)
+
+
+class TestThinProducts:
+    """Products of a tall factor with a few columns: any order gives the same."""
+
+    @pytest.mark.parametrize("columns", [1, 2, NARROW_COLUMNS, NARROW_COLUMNS + 1, 9])
+    @pytest.mark.parametrize("batch_of_columns", [1, 3])
+    def test_are_the_plain_products(self, columns, batch_of_columns):
+        factor, _ = factors(3, 7, 5, 1)
+        narrow, _ = factors(batch_of_columns, 5, columns, 1, seed=1)
+        thin = products.project(factor, narrow)
+        torch.testing.assert_close(thin, (factor @ narrow).mT)
+        total = torch.ones(3, columns, 5, dtype=torch.float64)
+        products.collect_(total, thin, factor)
+        torch.testing.assert_close(total, 1 + thin @ factor)
+
+    def test_the_script_times_the_same_products_in_all_orders(self, capsys):
+        path = Path(__file__).resolve().parents[1] / "scripts" / "thin_products.py"
+        spec = importlib.util.spec_from_file_location("thin_products", path)
+        script = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+        project, turned, collect, turned_collect = (
+            product() for product in script.orders(2, 7, 5, 3, torch.device("cpu")).values()
+        )
+        torch.testing.assert_close(project, turned.mT)
+        torch.testing.assert_close(collect, turned_collect.mT)
+        threads = torch.get_num_threads()
+        try:
+            script.main(["--widths", "5", "--columns", "2,3", "--tokens", "7", "--repeats", "1"])
+        finally:
+            torch.set_num_threads(threads)
+        assert len(capsys.readouterr().out.splitlines()) == 4
