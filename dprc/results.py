@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dprc.provenance import code_record
+
 _REPORTED_PACKAGES = (
     "dprc",
     "torch",
@@ -88,6 +90,7 @@ def write_result(
     privacy: Mapping[str, Any] | None,
     valid: bool = True,
     device: str = "cpu",
+    made_by: str | None = None,
 ) -> None:
     """Write one result file with the five sections that every stage shares.
 
@@ -99,17 +102,20 @@ def write_result(
             sketch, analysis; None for a result that has no guarantee.
         valid: False when the result must not enter a figure.
         device: The device in words.
+        made_by: A kind of ``dprc.provenance.SOURCES``; the hash of its code is written down as
+            ``environment.code``. Figures refuse a result without one.
 
     Raises:
-        ValueError: A value is NaN or infinite.
+        ValueError: A value is NaN or infinite; or made_by is unknown.
     """
+    code = None if made_by is None else code_record(made_by)
     write_json_atomic(
         path,
         {
             "config": dict(config),
             "metrics": dict(metrics),
             "privacy": None if privacy is None else dict(privacy),
-            "environment": environment(device),
+            "environment": {**environment(device), "code": code},
             "valid": valid,
         },
     )

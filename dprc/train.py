@@ -17,6 +17,7 @@ from dprc.optimization import make_optimizer, make_scheduler
 from dprc.privacy_card import privacy_facts, write_card
 from dprc.privacy_target import check_target, make_engine
 from dprc.progress import Reporter, Reporters, TensorBoard
+from dprc.provenance import code_record
 from dprc.results import write_result
 from dprc.run_folder import RunFolder, contents
 from dprc.run_log import RunLog
@@ -83,6 +84,8 @@ def train(
 
 def _train(settings: RunSettings, place: RunFolder, reporter: Reporter) -> dict[str, Any]:
     about = fingerprints.of_settings(settings) | fingerprints.of_code()
+    # The code that runs is the one that was there at the start: later edits do not count.
+    code_record("training")
     step = place.resumable_step()
     if step is not None and not place.is_continued_by(step, about):
         step = None
@@ -352,6 +355,7 @@ def _finish(run: Run, place: RunFolder) -> dict[str, Any]:
             metrics=metrics,
             privacy=facts,
             device=_device_in_words(workload.model),
+            made_by="training",
         )
     if not settings.output.keep_checkpoints:
         place.checkpoints.remove()

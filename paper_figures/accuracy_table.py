@@ -4,7 +4,14 @@ import argparse
 
 import pandas as pd
 
-from paper_figures.files import load_runs, make_parser, run_command, write_csv, write_markdown
+from paper_figures.files import (
+    load_runs,
+    make_parser,
+    run_command,
+    runs_note,
+    write_csv,
+    write_markdown,
+)
 from paper_figures.style import METHODS, MODES, TASKS, sort_rows
 
 GROUPS = ["task", "mode", "method", "epsilon", "metric"]
@@ -56,9 +63,15 @@ def _for_readers(summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    summary = summarize_runs(load_runs(arguments.metrics))
+    runs = load_runs(arguments.metrics)
+    summary = summarize_runs(runs)
     write_csv(arguments.csv, summary)
-    write_markdown(arguments.markdown, _for_readers(summary), title="Test score by method and ε")
+    write_markdown(
+        arguments.markdown,
+        _for_readers(summary),
+        title="Test score by method and ε",
+        source=runs_note(runs),
+    )
 
 
 if __name__ == "__main__":

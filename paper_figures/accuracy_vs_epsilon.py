@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from paper_figures.accuracy_table import summarize_runs
-from paper_figures.files import load_runs, make_parser, run_command, save_figure
+from paper_figures.files import load_runs, make_parser, run_command, runs_note, save_figure
 from paper_figures.paper_values import Setting, load_paper_values, utility_setting
 from paper_figures.style import METHODS, MODES, TASKS
 
@@ -135,8 +135,9 @@ def _draw_legend(figure: Figure, own: set[str], theirs: set[str]) -> None:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    figure = plot_accuracy(load_runs(arguments.metrics), load_paper_values(arguments.paper))
-    save_figure(figure, arguments.png, arguments.pdf)
+    runs = load_runs(arguments.metrics)
+    figure = plot_accuracy(runs, load_paper_values(arguments.paper))
+    save_figure(figure, arguments.png, arguments.pdf, source=runs_note(runs))
 
 
 if __name__ == "__main__":

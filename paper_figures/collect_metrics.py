@@ -1,6 +1,7 @@
 """Collect the result files of the training runs into one table."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ def collect_runs(runs: Sequence[str], calibrations: Sequence[str]) -> pd.DataFra
 
     Returns:
         Columns task, mode, method, epsilon (infinite without privacy), seed, metric, score, delta,
-        noise_multiplier, sample_rate, steps, max_tokens, train_seconds.
+        noise_multiplier, sample_rate, steps, max_tokens, train_seconds, device, code (as JSON).
 
     Raises:
-        ValueError: A result is not valid, or a run used another noise than its calibration says.
+        ValueError: A result is not valid or of other code, or a run used another noise than its
+            calibration says.
     """
     noise = {
         (*Path(path).parts[-3:-1], _epsilon(Path(path).stem)): load_result(path)["privacy"]
@@ -65,6 +67,8 @@ def _row(path: str) -> dict[str, Any]:
         "steps": metrics["steps"],
         "max_tokens": result["config"]["task"]["max_tokens"],
         "train_seconds": metrics["train_seconds"],
+        "device": result["environment"]["device"],
+        "code": json.dumps(result["environment"]["code"]),
     }
 
 

@@ -4,12 +4,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from dprc.provenance import code_hash, describe
 from dprc.results import write_text_atomic
 
 SECTIONS = ("config", "metrics", "privacy", "environment", "valid")
@@ -25,7 +27,8 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         Its sections.
 
     Raises:
-        ValueError: The file is not a result file, or says of itself that it is not valid.
+        ValueError: The file is not a result file, says of itself that it is not valid, or was made
+            by other code than is there now.
     """
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -36,12 +39,55 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: not a result file: it lacks {', '.join(missing)}")
     if result["valid"] is not True:
         raise ValueError(f"{path}: the result is marked as not valid and enters no figure")
+    check_code(path, result["environment"].get("code"))
     return result
 
 
+def check_code(path: str | os.PathLike[str], code: Mapping[str, Any] | None) -> None:
+    """Refuse a result of other code: of the modules that made it, not of any newer commit.
+
+    Args:
+        path: Of the result.
+        code: ``environment.code`` of the result.
+
+    Raises:
+        ValueError: There is none, or its modules have changed since.
+    """
+    again = f"make it again: snakemake --cores all --force {path}, with the same configuration"
+    if not code:
+        raise ValueError(f"{path}: does not say which code made it; {again}")
+    modules = ", ".join(code["modules"])
+    try:
+        now = code_hash(*code["modules"], without=code["without"])
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path}: was made by {modules}, which is gone; {again}") from error
+    if now != code["hash"]:
+        raise ValueError(
+            f"{path}: made by other code of {modules} (was {code['hash']}, is {now}); {again}"
+        )
+
+
+def inputs_note(results: Iterable[Mapping[str, Any]]) -> str:
+    """Say on which devices and by which code these results were made."""
+    return describe(result["environment"] for result in results)
+
+
 def load_runs(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """Read the table that ``collect_metrics`` wrote: one row for each training run."""
-    return pd.read_csv(path, dtype={"epsilon": float})
+    """Read the table that ``collect_metrics`` wrote: one row for each training run.
+
+    Raises:
+        ValueError: A run was made by other code than is there now.
+    """
+    runs = pd.read_csv(path, dtype={"epsilon": float})
+    for code in runs["code"].unique():
+        check_code(path, json.loads(code))
+    return runs
+
+
+def runs_note(runs: pd.DataFrame) -> str:
+    """Say on which devices and by which code training runs were made."""
+    pairs = runs[["device", "code"]].drop_duplicates().itertuples(index=False)
+    return describe({"device": pair.device, "code": json.loads(pair.code)} for pair in pairs)
 
 
 def write_csv(path: str | os.PathLike[str], rows: pd.DataFrame) -> None:
@@ -50,17 +96,33 @@ def write_csv(path: str | os.PathLike[str], rows: pd.DataFrame) -> None:
 
 
 def write_markdown(
-    path: str | os.PathLike[str], rows: pd.DataFrame, *, title: str, note: str = ""
+    path: str | os.PathLike[str],
+    rows: pd.DataFrame,
+    *,
+    title: str,
+    note: str = "",
+    source: str = "",
 ) -> None:
-    """Write a table as Markdown, under a title and a note."""
+    """Write a table as Markdown, under a title and a note; below it, where its numbers are from."""
     table = rows.fillna("").astype(str).to_markdown(index=False, disable_numparse=True)
     write_text_atomic(
-        path, "\n\n".join(part for part in (f"# {title}", note, table) if part) + "\n"
+        path, "\n\n".join(part for part in (f"# {title}", note, table, source) if part) + "\n"
     )
 
 
-def save_figure(figure: Any, *paths: str | os.PathLike[str]) -> None:
-    """Save a matplotlib figure in the format of each path's suffix."""
+def save_figure(figure: Any, *paths: str | os.PathLike[str], source: str = "") -> None:
+    """Save a matplotlib figure in the format of each path's suffix.
+
+    Args:
+        figure: The figure.
+        paths: Where it goes.
+        source: Where its numbers are from, in small print below it.
+    """
+    if source:
+        # About 24 such letters are an inch.
+        lines = textwrap.fill(source, int(24 * figure.get_figwidth()))
+        look = {"fontsize": 6, "color": "#666666", "ha": "center", "va": "top"}
+        figure.text(0.5, -0.01, lines, **look)
     for path in map(Path, paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")

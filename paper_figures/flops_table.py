@@ -5,7 +5,14 @@ from typing import Any
 
 import pandas as pd
 
-from paper_figures.files import load_result, make_parser, run_command, write_csv, write_markdown
+from paper_figures.files import (
+    inputs_note,
+    load_result,
+    make_parser,
+    run_command,
+    write_csv,
+    write_markdown,
+)
 from paper_figures.paper_values import layer_setting, load_paper_values, num_probes
 from paper_figures.style import ESTIMATORS, RANDOMIZED, layer_name, sort_layers
 
@@ -74,7 +81,8 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    rows = flops_rows(load_result(arguments.flops))
+    result = load_result(arguments.flops)
+    rows = flops_rows(result)
     published = published_savings(load_paper_values(arguments.paper))
     write_csv(arguments.csv, rows)
     write_markdown(
@@ -83,6 +91,7 @@ def _command(arguments: argparse.Namespace) -> None:
         title="Floating-point operations of one layer's squared norm",
         note="For one sample; a multiply-add counts as two. A negative saving is a cost. The CSV"
         " has the other lengths and probe counts.",
+        source=inputs_note([result]),
     )
 
 

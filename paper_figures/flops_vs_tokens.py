@@ -5,7 +5,13 @@ import argparse
 import pandas as pd
 from matplotlib.figure import Figure
 
-from paper_figures.files import load_result, make_parser, run_command, save_figure
+from paper_figures.files import (
+    inputs_note,
+    load_result,
+    make_parser,
+    run_command,
+    save_figure,
+)
 from paper_figures.flops_table import flops_rows
 from paper_figures.panels import draw_lines, estimator_legend, make_panels
 from paper_figures.style import layer_name
@@ -46,8 +52,9 @@ def plot_flops(rows: pd.DataFrame) -> Figure:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    figure = plot_flops(flops_rows(load_result(arguments.flops)))
-    save_figure(figure, arguments.png, arguments.pdf)
+    result = load_result(arguments.flops)
+    figure = plot_flops(flops_rows(result))
+    save_figure(figure, arguments.png, arguments.pdf, source=inputs_note([result]))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,13 @@ import argparse
 import pandas as pd
 from matplotlib.figure import Figure
 
-from paper_figures.files import load_result, make_parser, run_command, save_figure
+from paper_figures.files import (
+    inputs_note,
+    load_result,
+    make_parser,
+    run_command,
+    save_figure,
+)
 from paper_figures.layer_latency_table import profile_rows
 from paper_figures.panels import draw_lines, estimator_legend, make_panels
 from paper_figures.style import layer_name
@@ -41,8 +47,9 @@ def plot_latency(rows: pd.DataFrame) -> Figure:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    figure = plot_latency(profile_rows(load_result(path) for path in arguments.profiles))
-    save_figure(figure, arguments.png, arguments.pdf)
+    results = [load_result(path) for path in arguments.profiles]
+    figure = plot_latency(profile_rows(results))
+    save_figure(figure, arguments.png, arguments.pdf, source=inputs_note(results))
 
 
 if __name__ == "__main__":

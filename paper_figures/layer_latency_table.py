@@ -6,7 +6,14 @@ from typing import Any
 
 import pandas as pd
 
-from paper_figures.files import load_result, make_parser, run_command, write_csv, write_markdown
+from paper_figures.files import (
+    inputs_note,
+    load_result,
+    make_parser,
+    run_command,
+    write_csv,
+    write_markdown,
+)
 from paper_figures.style import ESTIMATORS, layer_name, sort_layers
 
 COLUMNS = [
@@ -91,7 +98,8 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    rows = profile_rows(load_result(path) for path in arguments.profiles)
+    results = [load_result(path) for path in arguments.profiles]
+    rows = profile_rows(results)
     write_csv(arguments.csv, rows)
     measured = rows[["device", "dtype", "threads", "clock", "memory_source"]].drop_duplicates()
     notes = [
@@ -104,6 +112,7 @@ def _command(arguments: argparse.Namespace) -> None:
         _for_readers(rows),
         title="Time and memory of one layer's norm",
         note=" ".join(notes),
+        source=inputs_note(results),
     )
 
 

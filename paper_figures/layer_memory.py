@@ -7,7 +7,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from paper_figures.files import load_result, make_parser, run_command, save_figure
+from paper_figures.files import (
+    inputs_note,
+    load_result,
+    make_parser,
+    run_command,
+    save_figure,
+)
 from paper_figures.layer_memory_table import as_trained, memory_rows
 from paper_figures.panels import draw_lines, estimator_legend, make_panels
 from paper_figures.style import ESTIMATORS, RANDOMIZED, layer_name
@@ -77,8 +83,9 @@ def _draw_probes(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    figure = plot_memory(memory_rows(load_result(arguments.memory)))
-    save_figure(figure, arguments.png, arguments.pdf)
+    result = load_result(arguments.memory)
+    figure = plot_memory(memory_rows(result))
+    save_figure(figure, arguments.png, arguments.pdf, source=inputs_note([result]))
 
 
 if __name__ == "__main__":

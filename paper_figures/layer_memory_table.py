@@ -6,7 +6,14 @@ from typing import Any
 
 import pandas as pd
 
-from paper_figures.files import load_result, make_parser, run_command, write_csv, write_markdown
+from paper_figures.files import (
+    inputs_note,
+    load_result,
+    make_parser,
+    run_command,
+    write_csv,
+    write_markdown,
+)
 from paper_figures.paper_values import layer_setting, load_paper_values, num_probes
 from paper_figures.style import ESTIMATORS, layer_name, sort_layers
 
@@ -106,7 +113,8 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    rows = memory_rows(load_result(arguments.memory))
+    result = load_result(arguments.memory)
+    rows = memory_rows(result)
     published = published_savings(load_paper_values(arguments.paper))
     shown = at_the_papers_setting(rows, published)
     write_csv(arguments.csv, rows)
@@ -126,6 +134,7 @@ def _command(arguments: argparse.Namespace) -> None:
             squares the gradient in place, or, where it says so, in a second matrix. The CSV has
             other lengths, probe counts and sketches.""",
         ),
+        source=inputs_note([result]),
     )
 
 

@@ -9,7 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from paper_figures.files import load_result, make_parser, run_command, save_figure
+from paper_figures.files import (
+    inputs_note,
+    load_result,
+    make_parser,
+    run_command,
+    save_figure,
+)
 from paper_figures.panels import estimator_legend, logarithmic_ticks, make_panels
 from paper_figures.style import ESTIMATORS, RANDOMIZED
 
@@ -97,8 +103,9 @@ def _draw_quantiles(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    figure = plot_norm_error(error_rows(load_result(arguments.errors)))
-    save_figure(figure, arguments.png, arguments.pdf)
+    result = load_result(arguments.errors)
+    figure = plot_norm_error(error_rows(result))
+    save_figure(figure, arguments.png, arguments.pdf, source=inputs_note([result]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from paper_figures.files import load_result, make_parser, run_command, save_figure
+from paper_figures.files import (
+    inputs_note,
+    load_result,
+    make_parser,
+    run_command,
+    save_figure,
+)
 from paper_figures.panels import logarithmic_ticks, make_panels
 from paper_figures.style import ESTIMATORS
 
@@ -66,8 +72,9 @@ def plot_step_memory(rows: pd.DataFrame) -> Figure:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    figure = plot_step_memory(step_rows(load_result(arguments.memory)))
-    save_figure(figure, arguments.png, arguments.pdf)
+    result = load_result(arguments.memory)
+    figure = plot_step_memory(step_rows(result))
+    save_figure(figure, arguments.png, arguments.pdf, source=inputs_note([result]))
 
 
 if __name__ == "__main__":

@@ -234,4 +234,4 @@ def _report(
     privacy = {"epsilon": target_epsilon, "noise_multiplier": sigma, **settings}
     config = {key: value for key, value in vars(args).items() if key not in {"run", "out", "json"}}
     metrics = {key: value for key, value in answer.items() if key not in settings}
-    write_result(args.out, config=config, metrics=metrics, privacy=privacy)
+    write_result(args.out, config=config, metrics=metrics, privacy=privacy, made_by="calibration")

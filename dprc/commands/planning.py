@@ -210,7 +210,8 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
         metrics = {"rows": rows, "date": datetime.now(UTC).date().isoformat()}
         config = {k: v for k, v in vars(arguments).items() if k not in ("run", "out", "json")}
-        write_result(arguments.out, config=config, metrics=metrics, privacy=None)
+        made_by = "step_memory" if arguments.layers is None else "layer_memory"
+        write_result(arguments.out, config=config, metrics=metrics, privacy=None, made_by=made_by)
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=2))
     if not (arguments.json or arguments.out):

@@ -127,7 +127,9 @@ def _count_flops(arguments: argparse.Namespace) -> None:
     rows = flops_table([(layer[0], layer[1]) for layer in layers], tokens, num_probes)
     if arguments.out:
         config = {"layers": layers, "tokens": tokens, "num_probes": num_probes}
-        write_result(arguments.out, config=config, metrics={"rows": rows}, privacy=None)
+        write_result(
+            arguments.out, config=config, metrics={"rows": rows}, privacy=None, made_by="flops"
+        )
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=2))
     if not (arguments.json or arguments.out):
@@ -188,6 +190,7 @@ def _profile_layer(arguments: argparse.Namespace) -> None:
             privacy=None,
             valid=profile.occupancy.exclusive,
             device=device_name(device),
+            made_by="layer_profile",
         )
     if arguments.json:
         # With one estimator its numbers stand at the top as well.
@@ -251,6 +254,7 @@ def _measure_norm_error(arguments: argparse.Namespace) -> None:
             metrics={"rows": rows},
             privacy=None,
             device=device_name(device),
+            made_by="norm_error",
         )
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=2))
@@ -276,7 +280,9 @@ def _compare_peers(arguments: argparse.Namespace) -> None:
     rows = compare(modes, tokens, rounds=arguments.rounds, memory=not arguments.no_memory)
     if arguments.out:
         config = {"modes": modes, "tokens": tokens, "rounds": arguments.rounds}
-        write_result(arguments.out, config=config, metrics={"rows": rows}, privacy=None)
+        write_result(
+            arguments.out, config=config, metrics={"rows": rows}, privacy=None, made_by="peers"
+        )
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=2))
         return

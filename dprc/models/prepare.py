@@ -68,4 +68,5 @@ def _save(model: Any, tokenizer: Any, folder: Path, config: dict[str, Any]) -> N
             "parameters_without_embedding": others,
         },
         privacy=None,
+        made_by="model",
     )

@@ -34,6 +34,7 @@ def save_dataset(task: Task, folder: Path, source: Path | None = None) -> None:
         config={"task": task.name, "label_names": list(dataset.label_names)},
         metrics=metrics,
         privacy=None,
+        made_by="data",
     )
 
 

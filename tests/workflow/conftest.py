@@ -21,6 +21,7 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.run = folder / "results" / "smoke"  # where the smoke configuration works
         self.bin = folder / "bin"
 
     def start_snakemake(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -51,8 +52,8 @@ class Project:
         return read_plan(done.stdout)
 
     def result(self, pattern: str) -> Path:
-        """Find the one result file that matches a pattern."""
-        (path,) = self.folder.glob(pattern)
+        """Find the one file of the smoke configuration that matches a pattern."""
+        (path,) = self.run.glob(pattern)
         return path
 
 

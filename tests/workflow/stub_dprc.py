@@ -12,6 +12,9 @@ import time
 from itertools import product
 from pathlib import Path
 
+# The rules put the copy of the workflow on the path.
+from dprc.provenance import code_record
+
 HERE = Path(__file__).parent
 MECHANISM = ("sample_rate", "steps", "estimator", "num_probes", "sketch", "analysis")
 PRIVACY = ("epsilon", "delta", *MECHANISM)
@@ -28,9 +31,10 @@ def write(path, text):
     path.write_text(text)
 
 
-def write_result(path, config, metrics, privacy):
+def write_result(path, config, metrics, privacy, made_by):
     sections = {"config": config, "metrics": metrics, "privacy": privacy}
-    write(path, json.dumps({**sections, "environment": {}, "valid": True}))
+    environment = {"device": "a stand-in", "code": code_record(made_by)}
+    write(path, json.dumps({**sections, "environment": environment, "valid": True}))
 
 
 def prepare_data(arguments):
@@ -46,7 +50,7 @@ def prepare_model(arguments):
 def calibrate(arguments):
     noise = option("noise_scale", 1.0) * 10.0 / arguments.epsilon
     privacy = {name: getattr(arguments, name) for name in PRIVACY} | {"noise_multiplier": noise}
-    write_result(arguments.out, {}, {}, privacy)
+    write_result(arguments.out, {}, {}, privacy, "calibration")
 
 
 def train(arguments):
@@ -61,7 +65,7 @@ def train(arguments):
     write(out / "steps.csv", "step\n")
     time.sleep(option("train_seconds", 0.0))
     write(out / "settings.yaml", json.dumps(settings))
-    write_result(out / "metrics.json", settings, metrics, privacy)
+    write_result(out / "metrics.json", settings, metrics, privacy, "training")
 
 
 def counts(text):
@@ -93,7 +97,7 @@ def count_flops(arguments):
             }
             for name, cost in costs.items()
         ]
-    write_result(arguments.out, {}, {"rows": rows}, None)
+    write_result(arguments.out, {}, {"rows": rows}, None, "flops")
 
 
 def profile_layer(arguments):
@@ -121,12 +125,13 @@ def profile_layer(arguments):
         }
         for place, name in enumerate(arguments.estimator.split(","), start=1)
     ]
-    write_result(arguments.out, {}, {"rows": rows}, None)
+    write_result(arguments.out, {}, {"rows": rows}, None, "layer_profile")
 
 
 def simulate_memory(arguments):
     rows = simulated_steps(arguments) if arguments.model else simulated_layers(arguments)
-    write_result(arguments.out, {}, {"rows": rows}, None)
+    made_by = "step_memory" if arguments.model else "layer_memory"
+    write_result(arguments.out, {}, {"rows": rows}, None, made_by)
 
 
 def simulated_layers(arguments):
@@ -195,7 +200,7 @@ def measure_norm_error(arguments):
     rows = [row("a layer", "tiled", None)]
     for name, k in product(("hutchinson", "hutchpp"), counts(arguments.num_probes)):
         rows += [row(layer, name, k) for layer in ("a layer", "all layers together")]
-    write_result(arguments.out, {}, {"rows": rows}, None)
+    write_result(arguments.out, {}, {"rows": rows}, None, "norm_error")
 
 
 def main():

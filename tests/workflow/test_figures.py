@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -9,11 +10,12 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
+from dprc.provenance import code_record
 from paper_figures.accuracy_table import summarize_runs
 from paper_figures.accuracy_vs_epsilon import plot_accuracy
 from paper_figures.collect_metrics import collect_runs
 from paper_figures.compare_paper import Evidence, compare_values
-from paper_figures.files import load_result
+from paper_figures.files import load_result, load_runs, runs_note
 from paper_figures.flops_table import at_the_papers_setting, flops_rows, published_savings
 from paper_figures.flops_vs_tokens import plot_flops
 from paper_figures.layer_latency import plot_latency
@@ -27,14 +29,16 @@ from paper_figures.paper_values import load_paper_values
 from paper_figures.step_memory import plot_step_memory, step_rows
 from paper_figures.style import ESTIMATORS, METHODS, TASKS
 from tests.workflow.conftest import ROOT
+from workflows.captions import describe_files
 
 PAPER = ROOT / "paper_figures" / "paper_values.csv"
 
 
-def write_result(path, *, metrics, privacy=None, config=None, valid=True):
+def write_result(path, *, metrics, privacy=None, config=None, valid=True, made_by="flops"):
     path.parent.mkdir(parents=True, exist_ok=True)
     sections = {"config": config or {}, "metrics": metrics, "privacy": privacy}
-    path.write_text(json.dumps({**sections, "environment": {}, "valid": valid}))
+    environment = {"device": "cpu", "code": made_by and code_record(made_by)}
+    path.write_text(json.dumps({**sections, "environment": environment, "valid": valid}))
     return str(path)
 
 
@@ -49,6 +53,7 @@ def write_run(
         metrics={"test_accuracy": accuracy, "train_seconds": 2.0, "steps": 20},
         privacy={"noise_multiplier": noise, "delta": 1e-5, "sample_rate": 0.2} if private else None,
         valid=valid,
+        made_by="training",
     )
 
 
@@ -122,7 +127,8 @@ def profile(tmp_path, seconds, *, device="cpu", tokens=4096, valid=True, layer=(
     ]
     path = tmp_path / f"{layer[0]}-{tokens}-{device}.json"
     write_result(path, metrics={"rows": rows}, valid=valid)
-    content = json.loads(path.read_text()) | {"environment": {"device": device}}
+    content = json.loads(path.read_text())
+    content["environment"]["device"] = device
     path.write_text(json.dumps(content))
     return load_result(path)
 
@@ -501,3 +507,46 @@ def test_every_task_of_the_papers_table_has_a_panel():
     scored = paper[paper["quantity"].isin([task.metric for task in TASKS.values()])]
     tasks = {row.split("_")[0] for row in scored["id"]} - {"lowbudget"}
     assert tasks == {task.paper_task for task in TASKS.values() if task.paper_task}
+
+
+def test_a_result_of_other_code_is_refused_with_its_name_and_what_to_do(tmp_path):
+    path = tmp_path / "results" / "flops" / "layers.json"
+    write_result(path, metrics={"rows": []})
+    result = json.loads(path.read_text())
+    assert load_result(path)["valid"]
+    result["environment"]["code"]["hash"] = "0" * 16
+    path.write_text(json.dumps(result))
+    with pytest.raises(
+        ValueError, match=r"made by other code of dprc\.profiling\.flops"
+    ) as refused:
+        load_result(path)
+    assert f"snakemake --cores all --force {path}" in str(refused.value)
+    result["environment"]["code"] = None
+    path.write_text(json.dumps(result))
+    with pytest.raises(ValueError, match="does not say which code made it"):
+        load_result(path)
+
+
+def test_runs_of_other_code_enter_no_table(tmp_path):
+    run = write_run(tmp_path, "exact", 9, 0, 0.8)
+    table = tmp_path / "metrics.csv"
+    rows = collect_runs([run], [])
+    rows.to_csv(table, index=False)
+    assert runs_note(load_runs(table)).startswith("Made on cpu by dprc.train (code ")
+    other = json.loads(rows["code"][0]) | {"hash": "0" * 16}
+    rows.assign(code=json.dumps(other)).to_csv(table, index=False)
+    with pytest.raises(ValueError, match=r"made by other code of dprc\.train"):
+        load_runs(table)
+
+
+def test_captions_name_the_device_and_the_code_of_the_inputs(tmp_path):
+    run = write_run(tmp_path, "exact", 9, 0, 0.8)
+    table = tmp_path / "metrics.csv"
+    collect_runs([run], []).to_csv(table, index=False)
+    flops = write_result(tmp_path / "f.json", metrics={})
+    missing = str(tmp_path / "missing.json")
+    text = describe_files([flops, str(table), str(PAPER), missing])
+    assert re.fullmatch(
+        r"Made on cpu by dprc\.profiling\.flops \(code \w{16}\), dprc\.train \(code \w{16}\)\.",
+        text,
+    )

@@ -29,18 +29,18 @@ def changed_file(path, text):
 
 
 def test_results_all_lists_the_files_that_were_made(finished_project):
-    files = (finished_project.folder / "results" / "all").read_text().split()
+    files = (finished_project.run / "results" / "all").read_text().split()
     assert "results/paper_comparison.md" in files
     assert "results/figures/accuracy_vs_epsilon.pdf" in files
-    assert all((finished_project.folder / file).stat().st_size for file in files)
+    assert all((finished_project.run / file).stat().st_size for file in files)
 
 
 def test_the_settings_of_every_run_are_those_that_dprc_train_takes(finished_project):
     from dprc.settings import parse_settings
 
     runs = {}
-    for file in finished_project.folder.glob("results/train/**/settings.yaml"):
-        task, mode, method = file.relative_to(finished_project.folder).parts[2:5]
+    for file in finished_project.run.glob("results/train/**/settings.yaml"):
+        task, mode, method = file.relative_to(finished_project.run).parts[2:5]
         runs[task, mode, method] = parse_settings(file.read_text(), origin=file.name)
     assert len(runs) == 6
     lora = runs["bbc_offline", "lora", "hutchinson"].model
@@ -82,6 +82,16 @@ def test_editing_a_module_repeats_only_the_rules_that_use_it(finished_project):
     assert jobs == dict.fromkeys(changed, 1)
 
 
+def test_editing_the_accountant_repeats_accounting_and_no_training(finished_project):
+    source = finished_project.folder / "dprc" / "accounting" / "step.py"
+    with changed_file(source, source.read_text() + "\n# edited\n"):
+        jobs = finished_project.planned_jobs()
+    assert "train_model" not in jobs
+    assert jobs["calibrate_noise"] == 4
+    # What counts, weighs or times norms does not ask what they cost in privacy.
+    assert not {rule for rule in jobs if rule.split("_")[0] in ("count", "simulate", "profile")}
+
+
 def test_a_timed_layer_that_is_deleted_is_timed_again_and_no_other(finished_project):
     path = finished_project.result("results/layer_profiles/2048x512/tokens512.json")
     with changed_file(path, None):
@@ -121,14 +131,14 @@ def test_a_killed_run_continues_and_takes_nothing_half_written_for_done(tmp_path
     (project.bin / "train_seconds.txt").write_text("600")
     process = project.start_snakemake(*SMOKE)
     deadline = time.monotonic() + 60
-    while not list(project.folder.glob("results/train/**/steps.csv")):
+    while not list(project.run.glob("results/train/**/steps.csv")):
         assert time.monotonic() < deadline, "training never started"
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert not list(project.folder.glob("results/train/**/metrics.json"))
+    assert not list(project.run.glob("results/train/**/metrics.json"))
 
     (project.bin / "train_seconds.txt").unlink()
     done = project.snakemake(*SMOKE)
     assert done.returncode == 0, done.stdout
-    assert len(list(project.folder.glob("results/train/**/metrics.json"))) == 6
+    assert len(list(project.run.glob("results/train/**/metrics.json"))) == 6

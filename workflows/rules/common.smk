@@ -3,11 +3,30 @@
 import json
 import os
 from itertools import product
+from shlex import quote
 
-from workflows.code_hash import code_hash
+from workflows.captions import describe_files
+from workflows.code_hash import code_hash, result_hash
 from workflows.configuration import PACKAGED_MODELS, check_configuration
 
 check_configuration(config)
+
+# Configurations never mix: each but the default one works in a folder of its own, with results and
+# Snakemake's records of them. Paths are the same in all: relative to that folder.
+if config["name"] != "default":
+
+    workdir: f"results/{config['name']}"
+
+
+# Wherever a rule works, it runs the code of this Snakefile's folder.
+shell.prefix(
+    "set -euo pipefail; export PYTHONPATH="
+    + quote(workflow.basedir)
+    + "${{PYTHONPATH:+:$PYTHONPATH}}; "
+)
+PAPER_VALUES = os.path.relpath(
+    os.path.join(workflow.basedir, "paper_figures", "paper_values.csv")
+)
 
 
 wildcard_constraints:
@@ -52,6 +71,14 @@ TABLES_AND_FIGURES = [
     *(f"results/tables/{name}.{suffix}" for name in TABLES for suffix in ("csv", "md")),
     *multiext("results/paper_comparison", ".csv", ".md"),
 ]
+
+
+def inputs_note(wildcards, input):
+    """Say for a caption on which devices and by which code a figure's inputs were made.
+
+    Snakemake compares no parameter whose function takes the rule's input, so it repeats no figure.
+    """
+    return describe_files(input)
 
 
 def is_private(method):

@@ -1,7 +1,7 @@
 rule plot_accuracy_vs_epsilon:
     input:
         metrics="results/summary/metrics.csv",
-        paper="paper_figures/paper_values.csv",
+        paper=PAPER_VALUES,
     output:
         png=report(
             "results/figures/accuracy_vs_epsilon.png",
@@ -19,6 +19,7 @@ rule plot_accuracy_vs_epsilon:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.accuracy_vs_epsilon"),
     shell:
         "python -m paper_figures.accuracy_vs_epsilon --metrics {input.metrics}"
@@ -45,6 +46,7 @@ rule table_accuracy:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.accuracy_table"),
     shell:
         "python -m paper_figures.accuracy_table --metrics {input.metrics}"
@@ -54,7 +56,7 @@ rule table_accuracy:
 rule table_flops:
     input:
         flops="results/flops/layers.json",
-        paper="paper_figures/paper_values.csv",
+        paper=PAPER_VALUES,
     output:
         csv=report(
             "results/tables/flops.csv",
@@ -72,6 +74,7 @@ rule table_flops:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.flops_table"),
     shell:
         "python -m paper_figures.flops_table --flops {input.flops} --paper {input.paper}"
@@ -98,6 +101,7 @@ rule plot_flops_vs_tokens:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.flops_vs_tokens"),
     shell:
         "python -m paper_figures.flops_vs_tokens --flops {input.flops}"
@@ -124,6 +128,7 @@ rule table_layer_latency:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.layer_latency_table"),
     shell:
         "python -m paper_figures.layer_latency_table {input.profiles}"
@@ -150,6 +155,7 @@ rule plot_layer_latency:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.layer_latency"),
     shell:
         "python -m paper_figures.layer_latency {input.profiles}"
@@ -176,6 +182,7 @@ rule plot_layer_memory:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.layer_memory"),
     shell:
         "python -m paper_figures.layer_memory --memory {input.memory}"
@@ -185,7 +192,7 @@ rule plot_layer_memory:
 rule table_layer_memory:
     input:
         memory="results/memory/layers.json",
-        paper="paper_figures/paper_values.csv",
+        paper=PAPER_VALUES,
     output:
         csv=report(
             "results/tables/layer_memory.csv",
@@ -203,6 +210,7 @@ rule table_layer_memory:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.layer_memory_table"),
     shell:
         "python -m paper_figures.layer_memory_table --memory {input.memory} --paper {input.paper}"
@@ -229,6 +237,7 @@ rule plot_step_memory:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.step_memory"),
     shell:
         "python -m paper_figures.step_memory --memory {input.memory}"
@@ -255,6 +264,7 @@ rule plot_norm_error:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.norm_error_vs_probes"),
     shell:
         "python -m paper_figures.norm_error_vs_probes --errors {input.errors}"
@@ -263,7 +273,7 @@ rule plot_norm_error:
 
 rule compare_paper:
     input:
-        paper="paper_figures/paper_values.csv",
+        paper=PAPER_VALUES,
         metrics="results/summary/metrics.csv",
         flops="results/flops/layers.json",
         calibrations=separate_calibrations(),
@@ -286,6 +296,7 @@ rule compare_paper:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         configuration=lambda wildcards: config["name"],
         code=code_hash("paper_figures.compare_paper"),
     shell:

@@ -14,7 +14,7 @@ rule prepare_dataset:
         mem_mb=4000,
     params:
         directory=subpath(output.card, parent=True),
-        code=code_hash("dprc.tasks"),
+        code=result_hash("data"),
     shell:
         "dprc prepare-data --task {wildcards.task} --out {params.directory} > {log} 2>&1"
 
@@ -37,6 +37,6 @@ rule prepare_model:
     params:
         directory=subpath(output.card, parent=True),
         options=lambda wildcards: command_options(config["models"][wildcards.model]),
-        code=code_hash("dprc.models"),
+        code=result_hash("model"),
     shell:
         "dprc prepare-model {params.options} --out {params.directory} > {log} 2>&1"

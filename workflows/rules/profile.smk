@@ -12,7 +12,7 @@ rule count_flops:
         mem_mb=2000,
     params:
         options=command_options(with_layers(config["flops"])),
-        code=code_hash("dprc.profiling.flops"),
+        code=result_hash("flops"),
     shell:
         "dprc count-flops {params.options} --out {output.flops} > {log} 2>&1"
 
@@ -31,7 +31,7 @@ rule simulate_layer_memory:
         mem_mb=2000,
     params:
         options=command_options(with_layers(config["memory"]["layers"])),
-        code=code_hash("dprc.profiling.layer_memory"),
+        code=result_hash("layer_memory"),
     shell:
         "dprc simulate-memory {params.options} --out {output.memory} > {log} 2>&1"
 
@@ -50,7 +50,7 @@ rule simulate_step_memory:
         mem_mb=3000,
     params:
         options=command_options(config["memory"]["steps"]),
-        code=code_hash("dprc.profiling.memory"),
+        code=result_hash("step_memory"),
     shell:
         "dprc simulate-memory {params.options} --out {output.memory} > {log} 2>&1"
 
@@ -71,7 +71,7 @@ rule profile_layer:
         gpu=int(config["layer_profiles"]["device"] == "cuda"),
     params:
         options=layer_profile_options,
-        code=code_hash("dprc.profiling.latency"),
+        code=result_hash("layer_profile"),
     shell:
         "dprc profile-layer {params.options} --out {output.profile} > {log} 2>&1"
 
@@ -96,6 +96,6 @@ rule measure_norm_error:
         gpu=int(config["norm_error"]["device"] == "cuda"),
     params:
         options=norm_error_options,
-        code=code_hash("dprc.profiling.norm_error", "dprc.models"),
+        code=result_hash("norm_error"),
     shell:
         "dprc measure-norm-error {params.options} --out {output.errors} > {log} 2>&1"

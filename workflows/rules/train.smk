@@ -12,7 +12,7 @@ checkpoint calibrate_noise:
         mem_mb=2000,
     params:
         options=calibration_options,
-        code=code_hash("dprc.accounting"),
+        code=result_hash("calibration"),
     shell:
         "dprc calibrate {params.options} --out {output.calibration} > {log} 2>&1"
 
@@ -48,7 +48,7 @@ rule train_model:
     params:
         directory=subpath(output.metrics, parent=True),
         settings=training_settings,
-        code=code_hash("dprc.train"),
+        code=result_hash("training"),
     shell:
         "printf '%s' {params.settings:q}"
         " | dprc train --config - --out {params.directory} --resume --overwrite > {log} 2>&1"
