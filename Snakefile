@@ -12,6 +12,7 @@ if not workflow.overwrite_configfiles:
 include: "workflows/rules/common.smk"
 include: "workflows/rules/prepare.smk"
 include: "workflows/rules/train.smk"
+include: "workflows/rules/work.smk"
 include: "workflows/rules/profile.smk"
 include: "workflows/rules/figures.smk"
 

@@ -13,14 +13,17 @@ class MethodStyle(NamedTuple):
     marker: str
 
 
-# Okabe and Ito's colours: told apart with any colour vision, and in print by their markers.
+# Okabe and Ito's colours, and one of Tol's: told apart with any colour vision, and in print by
+# their markers.
 METHODS = {
     "nonprivate": MethodStyle("no privacy", "#000000", ""),
     "exact": MethodStyle("exact clipping", "#0072B2", "o"),
     "hutchinson_paper": MethodStyle("Hutchinson, shared sketch, envelope analysis", "#D55E00", "s"),
+    "hutchinson_shared": MethodStyle("Hutchinson, shared sketch, tight analysis", "#882255", "P"),
     "hutchinson": MethodStyle("Hutchinson, per-sample sketch, tight analysis", "#009E73", "^"),
     "hutchpp_paper": MethodStyle("Hutch++, shared sketch, envelope analysis", "#CC79A7", "D"),
     "hutchpp": MethodStyle("Hutch++, per-sample sketch, tight analysis", "#E69F00", "v"),
+    "hutchpp_small_head": MethodStyle("Hutch++, small head, per-sample sketch", "#56B4E9", "*"),
 }
 ESTIMATORS = {
     "exact": MethodStyle("exact", "#0072B2", "o"),

@@ -203,6 +203,23 @@ def measure_norm_error(arguments):
     write_result(arguments.out, {}, {"rows": rows}, None, "norm_error")
 
 
+def noise_by_work(arguments):
+    def row(epsilon, work, estimator, probes, rank, sketch, analysis):
+        noise = {"noise_multiplier": 1 + 1 / probes, "noise_overhead": 1 / probes}
+        mechanism = {"estimator": estimator, "num_probes": probes, "head_rank": rank}
+        kind = {"sketch": sketch, "analysis": analysis}
+        return {"epsilon": epsilon, "work": work, **mechanism, **kind, **noise}
+
+    rows = []
+    for epsilon in map(float, arguments.epsilons.split(",")):
+        for k in counts(arguments.work):
+            for kind in (("shared", "envelope"), ("shared", "tight"), ("per_sample", "tight")):
+                rows.append(row(epsilon, k, "hutchinson", k, None, *kind))
+        rows.append(row(epsilon, 32, "hutchpp", 26, 2, "per_sample", "tight"))
+    run = {name: getattr(arguments, name) for name in ("delta", "sample_rate", "steps")}
+    write_result(arguments.out, run, {"rows": rows}, None, "calibration")
+
+
 def main():
     with (HERE / "calls.log").open("a") as log:
         log.write(" ".join(sys.argv[1:]) + "\n")
@@ -214,6 +231,8 @@ def main():
     parser.add_argument("--model")
     parser.add_argument("--modes")
     parser.add_argument("--epsilon", type=float)
+    parser.add_argument("--epsilons")
+    parser.add_argument("--work")
     parser.add_argument("--delta", type=float)
     parser.add_argument("--sample-rate", type=float)
     parser.add_argument("--steps", type=int)

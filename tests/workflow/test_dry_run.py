@@ -55,13 +55,14 @@ def test_use_conda_finds_the_environment_of_every_rule(project, tmp_path):
     )
     assert done.returncode == 0, done.stdout
     plan = read_plan(done.stdout)
-    # four private methods at three budgets, one for each task on papers, four for the low budget;
+    # five private methods at three budgets, one for each task on papers, four for the low budget;
     # two seeds, LoRA with three methods, one run for each task on papers
-    assert plan["calibrate_noise"] == 4 * 3 + 2 + 4
-    assert plan["train_model"] == 2 * (1 + 4 * 3) + 3 + 2
+    assert plan["calibrate_noise"] == 5 * 3 + 2 + 4
+    assert plan["train_model"] == 2 * (1 + 5 * 3) + 3 + 2
     assert plan["prepare_dataset"] == 3
     assert plan["prepare_model"] == 2
     assert plan["profile_layer"] == 2 * 2
+    assert plan["noise_by_work"] == 3
     created = [line for line in done.stdout.splitlines() if line.startswith("Conda environment")]
     names = ("accounting", "figures", "training")
     assert {line.split()[2] for line in created} == {f"envs/{name}.yaml" for name in names}

@@ -24,6 +24,7 @@ from paper_figures.layer_memory import plot_memory
 from paper_figures.layer_memory_table import at_the_papers_setting as memory_at_the_papers_setting
 from paper_figures.layer_memory_table import memory_rows
 from paper_figures.layer_memory_table import published_savings as published_memory
+from paper_figures.noise_by_work import plot_noise_by_work, work_rows
 from paper_figures.norm_error_vs_probes import error_rows, plot_norm_error
 from paper_figures.paper_values import load_paper_values
 from paper_figures.step_memory import plot_step_memory, step_rows
@@ -453,6 +454,59 @@ def test_error_figure_shows_layers_their_sum_and_the_bound(tmp_path):
     assert lines[-1] == pytest.approx([0.5, 0.25])  # √(2/k)
     assert "3e-08" in deviations.get_title()
     assert len(quantiles.collections) == 2
+    plt.close(figure)
+
+
+def test_work_figure_draws_a_line_for_each_sketch_and_a_labelled_point_for_each_head(tmp_path):
+    def row(work, rank, sketch, analysis, overhead):
+        return {
+            "epsilon": 2.0,
+            "estimator": "hutchinson" if rank is None else "hutchpp",
+            "num_probes": work - 3 * (rank or 0),
+            "head_rank": rank,
+            "sketch": sketch,
+            "analysis": analysis,
+            "work": work,
+            "noise_overhead": overhead,
+        }
+
+    hutchinson = [
+        row(work, None, sketch, analysis, factor / work)
+        for work in (16, 64)
+        for sketch, analysis, factor in (
+            ("shared", "envelope", 4),
+            ("shared", "tight", 3),
+            ("per_sample", "tight", 1),
+        )
+    ]
+    heads = [row(32, 1, "per_sample", "tight", 0.01), row(32, 2, "per_sample", "tight", 0.008)]
+    nothing = dict.fromkeys(("num_probes", "head_rank", "sketch", "analysis", "work"))
+    exact = {"epsilon": 2.0, "estimator": "exact", **nothing, "noise_overhead": 0.0}
+    paths = [
+        write_result(
+            tmp_path / f"{rate}.json",
+            metrics={"rows": [exact, *hutchinson, *heads]},
+            config={"sample_rate": rate, "steps": 500, "delta": 1e-5},
+            made_by="calibration",
+        )
+        for rate in (0.05, 0.01)
+    ]
+    figure = plot_noise_by_work(work_rows(map(load_result, paths)))
+    assert [axis.get_title() for axis in figure.axes] == [
+        "q = 0.05, 500 steps, ε = 2",
+        "q = 0.01, 500 steps, ε = 2",
+    ]
+    lines = {
+        line.get_color(): (list(line.get_xdata()), pytest.approx(list(line.get_ydata())))
+        for line in figure.axes[0].get_lines()
+    }
+    assert lines == {
+        METHODS["hutchinson_paper"].color: ([16, 64], [25, 6.25]),
+        METHODS["hutchinson_shared"].color: ([16, 64], [18.75, 4.6875]),
+        METHODS["hutchinson"].color: ([16, 64], [6.25, 1.5625]),
+        METHODS["hutchpp_small_head"].color: ([32, 32], [1, 0.8]),
+    }
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1, 29", "2, 26"]
     plt.close(figure)
 
 

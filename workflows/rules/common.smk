@@ -58,6 +58,7 @@ FIGURES = (
     "flops_vs_tokens",
     "layer_latency",
     "layer_memory",
+    "noise_by_work",
     "norm_error_vs_probes",
     "step_memory",
 )
@@ -148,6 +149,11 @@ def layer_profiles():
     ]
 
 
+def noise_by_work_results():
+    """List the files of noise multipliers for equal work."""
+    return [f"results/noise_by_work/{name}.json" for name in config["noise_by_work"]]
+
+
 def all_results():
     """List every result file that tables and figures are made from, and the data and models."""
     return [
@@ -156,6 +162,7 @@ def all_results():
         "results/memory/layers.json",
         "results/memory/steps.json",
         "results/norm_error/errors.json",
+        *noise_by_work_results(),
         *layer_profiles(),
         *separate_calibrations(),
         *task_calibrations(),
