@@ -7,10 +7,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from paper_figures.files import inputs_note, load_result, make_parser, run_command, save_figure
-from paper_figures.panels import logarithmic_ticks, make_panels
+from paper_figures.panels import logarithmic_ticks, make_panels, method_legend, plain_numbers
 from paper_figures.style import METHODS
 
 _METHODS = {
@@ -55,17 +54,7 @@ def plot_noise_by_work(rows: pd.DataFrame) -> Figure:
         line[0].set_ylabel("noise over exact clipping (%)")
     for axis in axes[-1]:
         axis.set_xlabel("work, in probes: k, or 3r + k")
-    names = [name for name in METHODS if name in set(rows["method"])]
-    figure.legend(
-        handles=[
-            Line2D([], [], color=METHODS[n].color, marker=METHODS[n].marker, label=METHODS[n].label)
-            for n in names
-        ],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize="small",
-    )
+    method_legend(figure, rows["method"])
     return figure
 
 
@@ -98,10 +87,7 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
             )
     axis.set(xscale="log", yscale="log")
     logarithmic_ticks(axis, rows.loc[rows["head_rank"].isna(), "work"])
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.yaxis.set_minor_formatter(
-        lambda value, _: f"{value:g}" if str(value).strip("0.")[:1] in "25" else ""
-    )
+    plain_numbers(axis)
 
 
 def _command(arguments: argparse.Namespace) -> None:

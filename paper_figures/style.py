@@ -41,6 +41,14 @@ LLAMA_LAYERS = {
     (2048, 512): "k, v",
     (2048, 128256): "head",
 }
+# How many of each it has: 16 blocks, and the head.
+LLAMA_COUNTS = {
+    (8192, 2048): 16,
+    (2048, 8192): 32,
+    (2048, 2048): 32,
+    (2048, 512): 32,
+    (2048, 128256): 1,
+}
 
 
 class TaskStyle(NamedTuple):

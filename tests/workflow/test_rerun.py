@@ -10,7 +10,10 @@ import pytest
 
 from tests.workflow.conftest import SMOKE, copy_project
 
-FIGURES = {"collect_metrics", "compare_paper", "plot_accuracy_vs_epsilon", "table_accuracy"}
+UTILITY = {"plot_accuracy_vs_epsilon", *(f"table_{n}" for n in ("accuracy", "lora", "utility"))}
+FIGURES = {"collect_metrics", "compare_paper", "table_low_budget", *UTILITY}
+TIMED = {"profile_layer", "table_layer_latency", "table_efficiency"}
+TIMED |= {"plot_layer_latency", "plot_layer_memory_time"}
 
 
 @contextmanager
@@ -74,11 +77,10 @@ def test_editing_a_module_repeats_only_the_rules_that_use_it(finished_project):
     source = finished_project.folder / "dprc" / "profiling" / "flops.py"
     with changed_file(source, source.read_text() + "\n# edited\n"):
         jobs = finished_project.planned_jobs()
-    counted = {"count_flops", "table_flops", "plot_flops_vs_tokens"}
+    counted = {"count_flops", "table_flops", "plot_flops_vs_tokens", "plot_long_context"}
     # Both import its LayerShape.
-    timed = {"profile_layer", "table_layer_latency", "plot_layer_latency"}
     weighed = {"simulate_layer_memory", "table_layer_memory", "plot_layer_memory"}
-    changed = {*counted, *timed, *weighed, "compare_paper", "results_all"}
+    changed = {*counted, *TIMED, *weighed, "table_complexity", "compare_paper", "results_all"}
     assert jobs == dict.fromkeys(changed, 1)
 
 
@@ -88,6 +90,9 @@ def test_editing_the_accountant_repeats_accounting_and_no_training(finished_proj
         jobs = finished_project.planned_jobs()
     assert "train_model" not in jobs
     assert jobs["calibrate_noise"] == 4
+    drawn = {f"plot_noise_{name}" for name in ("overhead", "vs_epsilon", "vs_probes")}
+    assert {"sweep_noise", *drawn} < set(jobs)
+    assert "envelope_cdf" not in jobs  # it does not use that module
     # What counts, weighs or times norms does not ask what they cost in privacy.
     assert not {rule for rule in jobs if rule.split("_")[0] in ("count", "simulate", "profile")}
 
@@ -96,8 +101,7 @@ def test_a_timed_layer_that_is_deleted_is_timed_again_and_no_other(finished_proj
     path = finished_project.result("results/layer_profiles/2048x512/tokens512.json")
     with changed_file(path, None):
         jobs = finished_project.planned_jobs()
-    timed = {"profile_layer", "table_layer_latency", "plot_layer_latency"}
-    assert jobs == dict.fromkeys({*timed, "compare_paper", "results_all"}, 1)
+    assert jobs == dict.fromkeys({*TIMED, "compare_paper", "results_all"}, 1)
 
 
 def test_a_changed_noise_multiplier_repeats_the_runs_that_use_it(finished_project):

@@ -33,6 +33,7 @@ wildcard_constraints:
     task="|".join(config["tasks"]),
     target="|".join([*config["tasks"], *config["calibrations"]]),
     model="|".join(config["models"]),
+    sweep="|".join(config["noise_sweeps"]),
     mode="full|lora",
     method="|".join(config["methods"]),
     epsilon=r"inf|[0-9.e+-]+",
@@ -55,14 +56,30 @@ LAYER_PROFILE = (
 )
 FIGURES = (
     "accuracy_vs_epsilon",
+    "envelope_cdf",
     "flops_vs_tokens",
     "layer_latency",
     "layer_memory",
+    "layer_memory_time",
+    "long_context",
     "noise_by_work",
+    "noise_overhead",
+    "noise_vs_epsilon",
+    "noise_vs_probes",
     "norm_error_vs_probes",
     "step_memory",
 )
-TABLES = ("accuracy", "flops", "layer_latency", "layer_memory")
+TABLES = (
+    "accuracy",
+    "complexity",
+    "efficiency",
+    "flops",
+    "layer_latency",
+    "layer_memory",
+    "lora",
+    "low_budget",
+    "utility",
+)
 TABLES_AND_FIGURES = [
     *(
         f"results/figures/{name}.{suffix}"
@@ -154,6 +171,11 @@ def noise_by_work_results():
     return [f"results/noise_by_work/{name}.json" for name in config["noise_by_work"]]
 
 
+def noise_sweeps():
+    """List the files of noise multipliers at many settings."""
+    return [f"results/noise/{name}.json" for name in config["noise_sweeps"]]
+
+
 def all_results():
     """List every result file that tables and figures are made from, and the data and models."""
     return [
@@ -163,6 +185,8 @@ def all_results():
         "results/memory/steps.json",
         "results/norm_error/errors.json",
         *noise_by_work_results(),
+        "results/envelope/cdf.json",
+        *noise_sweeps(),
         *layer_profiles(),
         *separate_calibrations(),
         *task_calibrations(),
