@@ -47,7 +47,7 @@ def low_budget_rows(
     own = own[own["epsilon"] == EPSILON].set_index("method")
     rows = []
     for method in METHODS:
-        if method == "nonprivate" or not (method in noise or method in own.index):
+        if method == "nonprivate" or not {method} & {*published, *noise, *own.index}:
             continue
         row: dict[str, Any] = {"method": method, **published.get(method, {})}
         row["our_noise"] = noise.get(method)

@@ -62,7 +62,7 @@ def plot_overhead(rows: pd.DataFrame) -> Figure:
         for p in places.itertuples(index=False)
     ]
     axis.set_yticks(places.index, labels)
-    axis.invert_yaxis()
+    axis.set_ylim(len(places) - 0.5, -0.5)
     # A line between runs of different length.
     changes = places[keys[:3]].ne(places[keys[:3]].shift()).any(axis=1)
     for place in places.index[changes][1:]:

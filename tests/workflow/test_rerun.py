@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from contextlib import contextmanager
@@ -111,6 +112,21 @@ def test_a_changed_noise_multiplier_repeats_the_runs_that_use_it(finished_projec
     with changed_file(path, json.dumps(result)):
         jobs = finished_project.planned_jobs()
     assert jobs == dict.fromkeys({*FIGURES, "train_model", "results_all"}, 1)
+
+
+@pytest.mark.slow
+def test_the_report_holds_every_figure_and_table_with_the_origin_of_its_inputs(finished_project):
+    done = finished_project.snakemake("--report", "report.html", *SMOKE)
+    assert done.returncode == 0, done.stdout
+    added = set(re.findall(r"^Adding (\S+) ", done.stdout, re.M))
+    made = (finished_project.run / "results" / "all").read_text().split()
+    shown = [
+        path for path in made if re.search(r"figures/.*png|(tables|results)/[a-z_]+\.csv", path)
+    ]
+    assert added == {path.rsplit("/", 1)[1] for path in shown}
+    page = (finished_project.run / "report.html").read_text()
+    # A caption ends with where its inputs are from.
+    assert page.count("Made on a stand-in by") >= len(shown)
 
 
 @pytest.mark.slow

@@ -89,6 +89,8 @@ def test_low_budget_joins_noise_and_accuracy_of_each_method(tmp_path):
     runs = summary(("bbc_offline", "full", "hutchpp_paper", 0.7, 30.0, 2.0))
     rows = low_budget_rows(noise, runs, load_paper_values(PAPER)).set_index("method")
     assert rows.index.tolist() == ["exact", "hutchinson_paper", "hutchpp_paper"]
+    empty = low_budget_rows({}, summary(), load_paper_values(PAPER))
+    assert empty["method"].tolist() == rows.index.tolist()  # the paper's rows stay
     head = rows.loc["hutchpp_paper"]
     assert head[["paper_noise", "our_noise", "paper_mean", "our_mean"]].tolist() == [
         4.354,

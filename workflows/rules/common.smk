@@ -24,8 +24,9 @@ shell.prefix(
     + quote(workflow.basedir)
     + "${{PYTHONPATH:+:$PYTHONPATH}}; "
 )
-PAPER_VALUES = os.path.relpath(
-    os.path.join(workflow.basedir, "paper_figures", "paper_values.csv")
+# It comes with the code, wherever results are stored.
+PAPER_VALUES = local(
+    os.path.relpath(os.path.join(workflow.basedir, "paper_figures", "paper_values.csv"))
 )
 
 
