@@ -351,6 +351,11 @@ class TestRig:
         assert float((other * self.gradients(maker.in_matrix(1.0))[rig.MATRIX]).sum()) == 0
         assert not maker.untouched()[11, 11]
 
+    def test_faults_are_planted_where_their_names_say(self):
+        names = [name for name, _ in rig.AuditedModel(12, head=True).named_parameters()]
+        places = (faults.MATRIX, faults.HEAD, faults.BIAS)
+        assert [names[place] for place in places] == [rig.MATRIX, rig.HEAD, rig.BIAS]
+
 
 class TestScores:
     def test_a_shared_sketch_is_used_and_a_hidden_one_is_not(self):
