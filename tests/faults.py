@@ -7,7 +7,6 @@ import torch
 
 import dprc.engine
 from dprc import estimators
-from dprc.audit import rig
 from dprc.clipping import ClippedSum
 from dprc.engine import PrivacyEngine
 from dprc.schedules import NormPass
@@ -57,8 +56,7 @@ def uniform_noise(monkeypatch):
 
 def noise_with_each_micro_batch(monkeypatch, micro_batches=4):
     """Right in sum only where a batch is cut into as many micro-batches as the scale assumes."""
-    add, step = ClippedSum.add, PrivacyEngine.step
-    monkeypatch.setattr(dprc.engine, "add_gaussian_noise_", lambda total, **_: total)
+    add, backward = ClippedSum.add, PrivacyEngine.backward
     scale = []
 
     def noisy_add(self, losses, source):
@@ -70,10 +68,9 @@ def noise_with_each_micro_batch(monkeypatch, micro_batches=4):
         scale.append(self.noise_multiplier * self.max_grad_norm / micro_batches**0.5)
         return backward(self, losses)
 
-    backward = PrivacyEngine.backward
+    monkeypatch.setattr(dprc.engine, "add_gaussian_noise_", lambda total, **_: total)
     monkeypatch.setattr(ClippedSum, "add", noisy_add)
     monkeypatch.setattr(PrivacyEngine, "backward", remembering)
-    monkeypatch.setattr(PrivacyEngine, "step", step)
 
 
 def parameter_left_out_of_the_norm(monkeypatch, parameter):
@@ -165,5 +162,5 @@ def samples_drawn_too_often(monkeypatch):
     monkeypatch.setattr(dprc.engine, "poisson_indices", more)
 
 
+# Their places among the parameters of the audited model.
 MATRIX, HEAD, BIAS = range(3)
-PARAMETERS = {MATRIX: rig.MATRIX, HEAD: rig.HEAD, BIAS: rig.BIAS}

@@ -117,15 +117,15 @@ class TestBounds:
     def test_less_noise_than_planned_for_shows_more(self):
         """The planned event shows little: its tails are nearly empty."""
         planned = choose_event(
-            *gaussian_pair(0.9, 200_000, 1), delta=0.01, confidence=0.95, trials=6000
+            *gaussian_pair(0.9, 200_000, 1), delta=0.01, confidence=0.95, trials=12_000
         )
         target = {"delta": 0.01, "confidence": 0.95}
         claimed = gaussian_epsilon(0.9, 0.01)
         for seed in range(2, 12):
-            scores, present = gaussian_pair(0.9 / 0.7, 6000, seed)
+            scores, present = gaussian_pair(0.9 / 0.7, 12_000, seed)
             found = best_lower_bound(0.7 * scores, present, planned, **target)
             assert found.epsilon > claimed
-            of_claim = best_lower_bound(*gaussian_pair(0.9, 6000, seed), planned, **target)
+            of_claim = best_lower_bound(*gaussian_pair(0.9, 12_000, seed), planned, **target)
             assert 0.55 * claimed < of_claim.epsilon < claimed
 
     def test_the_better_of_two_events_is_as_seldom_wrong(self):
@@ -350,6 +350,11 @@ class TestRig:
         assert float(other.norm()) == pytest.approx(3.0)
         assert float((other * self.gradients(maker.in_matrix(1.0))[rig.MATRIX]).sum()) == 0
         assert not maker.untouched()[11, 11]
+
+    def test_faults_are_planted_where_their_names_say(self):
+        names = [name for name, _ in rig.AuditedModel(12, head=True).named_parameters()]
+        places = (faults.MATRIX, faults.HEAD, faults.BIAS)
+        assert [names[place] for place in places] == [rig.MATRIX, rig.HEAD, rig.BIAS]
 
 
 class TestScores:

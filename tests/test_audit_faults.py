@@ -86,7 +86,7 @@ def test_samples_that_are_not_drawn_as_accounted_are_caught(fault, trials, monke
 @pytest.mark.parametrize("mechanism", [EXACT, SHARED, {}])
 def test_the_attack_alone_shows_more_than_was_claimed(fault, mechanism, monkeypatch):
     fault(monkeypatch)
-    report = audit(quick(**mechanism, trials=6000, num_probes=32, canaries=0))
+    report = audit(quick(**mechanism, trials=10_000, num_probes=32, canaries=0))
     assert report.epsilon_lower_bound > report.epsilon_claimed
     assert "epsilon" in report.refuted
 

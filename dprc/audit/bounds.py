@@ -197,7 +197,8 @@ def best_lower_bound(
     rest = len(scores) - cut
     if not 0 < present[:cut].sum() < cut:
         raise ValueError(f"trials: {len(scores)} are too few to see both worlds")
-    suggested = choose_event(scores[:cut], present[:cut], delta=delta, confidence=each, trials=rest)
+    # By what they alone would show, which keeps away from tails that they saw too little of.
+    suggested = choose_event(scores[:cut], present[:cut], delta=delta, confidence=each, trials=cut)
     bounds = [
         EpsilonBound(
             epsilon_lower_bound(scores, present, planned, delta=delta, confidence=each),
