@@ -17,11 +17,12 @@ from dprc.results import write_text_atomic
 SECTIONS = ("config", "metrics", "privacy", "environment", "valid")
 
 
-def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_result(path: str | os.PathLike[str], *, any_code: bool = False) -> dict[str, Any]:
     """Read one result file.
 
     Args:
         path: A file written by a ``dprc`` command.
+        any_code: Take results of other code too: of a committed measurement, which says its commit.
 
     Returns:
         Its sections.
@@ -39,7 +40,8 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: not a result file: it lacks {', '.join(missing)}")
     if result["valid"] is not True:
         raise ValueError(f"{path}: the result is marked as not valid and enters no figure")
-    check_code(path, result["environment"].get("code"))
+    if not any_code:
+        check_code(path, result["environment"].get("code"))
     return result
 
 

@@ -168,7 +168,11 @@ def _markdown(table: pd.DataFrame) -> str:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    measured, checked = load_result(arguments.measured), load_result(arguments.checked)
+    # Documents quote committed measurements, which are not made again at each edit.
+    measured, checked = (
+        load_result(path, any_code=bool(arguments.write))
+        for path in (arguments.measured, arguments.checked)
+    )
     written = blocks(measured, checked)
     for path in map(Path, arguments.write):
         write_text_atomic(path, fill(path.read_text(encoding="utf-8"), written))
