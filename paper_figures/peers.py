@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from paper_figures.files import load_result, make_parser, run_command, save_figure
+from paper_figures.files import inputs_note, load_result, make_parser, run_command, save_figure
 from paper_figures.panels import make_panels
 from paper_figures.peers_table import peer_rows
 from paper_figures.style import ESTIMATORS, MODES
@@ -86,8 +86,9 @@ def _setting_label(row: Any) -> str:
 
 
 def _command(arguments: argparse.Namespace) -> None:
-    figure = plot_peers(peer_rows(load_result(arguments.peers)))
-    save_figure(figure, arguments.png, arguments.pdf)
+    result = load_result(arguments.peers)
+    figure = plot_peers(peer_rows(result))
+    save_figure(figure, arguments.png, arguments.pdf, source=inputs_note([result]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from dprc.results import write_text_atomic
-from paper_figures.files import load_result, make_parser, run_command, write_csv
+from paper_figures.files import inputs_note, load_result, make_parser, run_command, write_csv
 from paper_figures.style import ESTIMATORS
 
 SCHEDULES = {"two_pass": "two passes", "book_keeping": "book-keeping"}
@@ -181,7 +181,9 @@ def _command(arguments: argparse.Namespace) -> None:
         write_csv(arguments.csv, pd.concat(both, names=["run"]).reset_index("run"))
     if arguments.markdown:
         title = "# Training steps of this library, of Opacus, and without privacy"
-        parts = (title, written["peers-measured"], "# Refused or wrong", written["peers-checked"])
+        source = inputs_note([measured, checked])
+        faults = written["peers-checked"]
+        parts = (title, written["peers-measured"], "# Refused or wrong", faults, source)
         write_text_atomic(arguments.markdown, "\n\n".join(parts) + "\n")
 
 

@@ -133,7 +133,8 @@ def test_figure_has_a_point_for_each_mode_twice(result):
 @pytest.mark.parametrize("name", ["README.md", "docs/peers.md"])
 def test_documents_quote_the_measurements(name):
     measured, checked = (
-        load_result(MEASUREMENTS / f"peers_{part}.json", any_code=True) for part in ("cpu", "checked")
+        load_result(MEASUREMENTS / f"peers_{part}.json", any_code=True)
+        for part in ("cpu", "checked")
     )
     text = (ROOT / name).read_text(encoding="utf-8")
     assert fill(text, blocks(measured, checked)) == text

@@ -264,6 +264,7 @@ rule plot_peers:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.peers"),
     shell:
         "python -m paper_figures.peers --peers {input.peers}"
@@ -291,6 +292,7 @@ rule table_peers:
     resources:
         mem_mb=1000,
     params:
+        inputs=inputs_note,
         code=code_hash("paper_figures.peers_table"),
     shell:
         "python -m paper_figures.peers_table --measured {input.measured}"
