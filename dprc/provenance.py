@@ -162,8 +162,10 @@ def _imported_files(path: Path) -> frozenset[Path]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            # `from dprc import results` names a module; `from dprc.results import f` a function.
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+            # `from dprc import results` names a module, as much as `from dprc.results import f`.
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = [name for name in named if any(file.is_file() for file in _module_file(name))]
+            names = modules + ([] if len(modules) == len(named) else [node.module])
         else:
             continue
         for name in names:

@@ -6,10 +6,10 @@ from functools import cache
 import numpy as np
 from scipy import special
 
-from dprc.accounting import small_head
 from dprc.accounting.arrays import Array
 from dprc.accounting.puts import GAMMA_ERROR, PutBound, chi2_puts, largest
 from dprc.accounting.scale import ScaleLaw
+from dprc.accounting.small_head import load_table
 
 # chi^2_k/k shrinks in convex order as k grows, so a smaller k is a safe stand-in for a larger one.
 _MAX_RESOLVED_PROBES = 100_000
@@ -80,7 +80,7 @@ def _put_bound(law: ScaleLaw) -> PutBound:
         return largest([_put_bound(part) for part in law.parts])
     k = law.num_probes or 0
     if law.head_rank is not None:
-        return small_head.load_table(law.head_rank, k).puts
+        return load_table(law.head_rank, k).puts
     strikes = _chi2_quantiles(min(k, _MAX_RESOLVED_PROBES))
     return PutBound(strikes, chi2_puts(strikes, min(k, _MAX_RESOLVED_PROBES)))
 

@@ -11,6 +11,9 @@ import pytest
 
 from tests.workflow.conftest import SMOKE, copy_project, read_plan
 
+# A run of the whole workflow with a stand-in for dprc: more than a minute.
+pytestmark = pytest.mark.slow
+
 UTILITY = {"plot_accuracy_vs_epsilon", *(f"table_{n}" for n in ("accuracy", "lora", "utility"))}
 FIGURES = {"collect_metrics", "compare_paper", "table_low_budget", *UTILITY}
 TIMED = {"profile_layer", "table_layer_latency", "table_efficiency"}
