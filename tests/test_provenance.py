@@ -84,7 +84,7 @@ def test_training_depends_on_the_engine_and_not_on_the_accountant():
         for m in modules
         for p in provenance._closure(m, left_out)
     }
-    assert {"dprc/engine.py", "dprc/sketch.py", "dprc/estimators/randomized.py"} <= files
+    assert {"dprc/engine.py", "dprc/sketch.py", "dprc/estimators/hutchpp.py"} <= files
     assert not [file for file in files if "accounting" in file]
 
 
