@@ -43,6 +43,7 @@ lint: $(STAMP)
 
 paper-dry-run: $(STAMP)
 	$(SNAKEMAKE) --configfile workflows/config/paper.yaml --dry-run --quiet rules -- results/all
+	$(BIN)/python -m workflows.gpu_hours workflows/config/paper.yaml
 
 report: results
 	$(SNAKEMAKE) --report results/report.html -- results/all

@@ -11,10 +11,14 @@ if not workflow.overwrite_configfiles:
 
 include: "workflows/rules/common.smk"
 include: "workflows/rules/prepare.smk"
+include: "workflows/rules/accounting.smk"
 include: "workflows/rules/train.smk"
 include: "workflows/rules/profile.smk"
 include: "workflows/rules/audit.smk"
 include: "workflows/rules/figures.smk"
+include: "workflows/rules/utility_tables.smk"
+include: "workflows/rules/cost_figures.smk"
+include: "workflows/rules/privacy_figures.smk"
 
 
 onstart:

@@ -10,7 +10,15 @@ from dprc.errors import PrivacyError
 
 # Each module offers add_parsers(subparsers), which sets `run` on every parser it adds.
 # The modules import torch and transformers inside `run`, so that help and accounting stay light.
-COMMAND_MODULES = ("accounting", "training", "checking", "auditing", "profiling", "planning")
+COMMAND_MODULES = (
+    "accounting",
+    "sweeping",
+    "training",
+    "checking",
+    "auditing",
+    "profiling",
+    "planning",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ SOURCES: Mapping[str, Sources] = MappingProxyType(
         "data": Sources(("dprc.tasks",)),
         "model": Sources(("dprc.models",)),
         "calibration": Sources((_ACCOUNTING,)),
+        "envelope": Sources(("dprc.accounting.envelope",)),
         "training": Sources(("dprc.train",), without=(_ACCOUNTING,)),
         "flops": Sources(("dprc.profiling.flops",), without=(_ACCOUNTING,)),
         "layer_memory": Sources(("dprc.profiling.layer_memory",), without=(_ACCOUNTING,)),

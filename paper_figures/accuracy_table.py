@@ -37,15 +37,22 @@ def summarize_runs(runs: pd.DataFrame) -> pd.DataFrame:
     return sort_rows(summary)
 
 
-def _score(mean: float, std: float, *, digits: int) -> str:
-    """Write a mean, and a standard deviation where several seeds give one."""
+def format_score(mean: float, std: float, scale: float) -> str:
+    """Write a mean, and a standard deviation where several seeds give one.
+
+    Args:
+        mean: In the unit of the paper.
+        std: Likewise; NaN for none.
+        scale: 100 for percent.
+    """
+    digits = 1 if scale == 100 else 4
     return f"{mean:.{digits}f}" if pd.isna(std) else f"{mean:.{digits}f} ± {std:.{digits}f}"
 
 
 def _for_readers(summary: pd.DataFrame) -> pd.DataFrame:
     """Write the summary with names and units that a reader needs no key for."""
     scores = [
-        _score(mean, std, digits=1 if TASKS[task].scale == 100 else 4)
+        format_score(mean, std, TASKS[task].scale)
         for task, mean, std in zip(summary["task"], summary["mean"], summary["std"], strict=True)
     ]
     return pd.DataFrame(

@@ -16,12 +16,14 @@ from matplotlib.lines import Line2D
 
 from paper_figures.accuracy_table import summarize_runs
 from paper_figures.files import load_runs, make_parser, run_command, runs_note, save_figure
-from paper_figures.paper_values import Setting, load_paper_values, utility_setting
+from paper_figures.paper_values import load_paper_values, published_scores
 from paper_figures.style import METHODS, MODES, TASKS
 
 # Markers at the same epsilon stand side by side on the logarithmic axis: a step for each method,
 # ours first and the paper's half a step behind it.
 _STEP = 1.09
+# The least part of all possible scores that a panel shows.
+_LEAST_SPAN = 0.05
 _LINES = {
     True: {"linestyle": "--", "linewidth": 1.2},
     False: {"linestyle": ":", "linewidth": 1.4},
@@ -42,16 +44,25 @@ def plot_accuracy(runs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     sns.set_theme(context="paper", style="whitegrid", font_scale=1.1)
     summary = summarize_runs(runs)
     panels = list(summary[["task", "mode"]].drop_duplicates().itertuples(index=False))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.4 * len(panels) + 1.0, 4.6), squeeze=False, layout="constrained"
+    columns = min(len(panels), 2)
+    lines = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        lines,
+        columns,
+        figsize=(4.6 * columns + 0.6, 3.5 * lines + 1.3),
+        squeeze=False,
+        layout="constrained",
     )
-    published = _published_scores(paper)
-    for axis, (task, mode) in zip(axes[0], panels, strict=True):
+    axes = grid.flat[: len(panels)]
+    for unused in grid.flat[len(panels) :]:
+        unused.remove()
+    published = published_scores(paper)
+    for axis, (task, mode) in zip(axes, panels, strict=True):
         own = summary[(summary["task"] == task) & (summary["mode"] == mode)]
         theirs = published[
             (published["task"] == TASKS[task].paper_task) & (published["mode"] == mode)
         ]
-        _draw_panel(axis, own, theirs)
+        _draw_panel(axis, own, theirs, TASKS[task].scale)
         axis.set(
             title=f"{TASKS[task].label}, {MODES[mode]}",
             xlabel="privacy budget ε",
@@ -62,31 +73,28 @@ def plot_accuracy(runs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     return figure
 
 
-def _published_scores(paper: pd.DataFrame) -> pd.DataFrame:
-    """Select the paper's scores and say which task, mode, method and epsilon each belongs to."""
-    scores = paper[paper["quantity"].isin({task.metric for task in TASKS.values()})]
-    settings = pd.DataFrame(
-        [utility_setting(m, s) for m, s in zip(scores["method"], scores["setting"], strict=True)],
-        columns=list(Setting._fields),
-    )
-    return settings.assign(mean=scores["value"].to_numpy(), std=scores["std"].to_numpy())
-
-
-def _draw_panel(axis: Axes, own: pd.DataFrame, theirs: pd.DataFrame) -> None:
-    """Draw our means, then the paper's values."""
-    _draw_scores(axis, own, filled=True)
-    _draw_scores(axis, theirs, filled=False)
+def _draw_panel(axis: Axes, own: pd.DataFrame, theirs: pd.DataFrame, scale: float) -> None:
+    """Draw our means, then the paper's values, on an axis that makes no mountain of a molehill."""
+    there = {*own["method"], *theirs["method"]} - {"nonprivate"}
+    places = {method: place for place, method in enumerate(m for m in METHODS if m in there)}
+    _draw_scores(axis, own, places, filled=True)
+    _draw_scores(axis, theirs, places, filled=False)
     epsilons = sorted({*own["epsilon"], *theirs["epsilon"]} - {float("inf")})
     axis.set_xscale("log")
     axis.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
     axis.minorticks_off()
     if epsilons:
         axis.set_xlim(min(epsilons) / 1.5, max(epsilons) * 1.5)
+    low, high = axis.get_ylim()
+    lack = scale * _LEAST_SPAN - (high - low)
+    if lack > 0:
+        axis.set_ylim(low - lack / 2, high + lack / 2)
 
 
-def _draw_scores(axis: Axes, scores: pd.DataFrame, *, filled: bool) -> None:
+def _draw_scores(axis: Axes, scores: pd.DataFrame, places: dict[str, int], *, filled: bool) -> None:
     """Draw each method at its own side of the epsilon, and training without privacy as a line."""
-    for place, (method, style) in enumerate(METHODS.items()):
+    middle = len(places) / 2 - 0.25
+    for method, style in METHODS.items():
         rows = scores[scores["method"] == method].sort_values("epsilon")
         if rows.empty:
             continue
@@ -94,7 +102,7 @@ def _draw_scores(axis: Axes, scores: pd.DataFrame, *, filled: bool) -> None:
             axis.axhline(rows["mean"].iloc[0], color=style.color, **_LINES[filled])
             continue
         axis.errorbar(
-            rows["epsilon"] * _STEP ** (place - 2.25 + (0.0 if filled else 0.5)),
+            rows["epsilon"] * _STEP ** (places[method] - middle + (0.0 if filled else 0.5)),
             rows["mean"],
             yerr=rows["std"].fillna(0.0),
             color=style.color,
@@ -130,7 +138,7 @@ def _draw_legend(figure: Figure, own: set[str], theirs: set[str]) -> None:
         hollow = {"marker": "o", "markersize": 6, "markerfacecolor": "white"}
         entries.append(Line2D([], [], color="#555555", label=label, **_LINES[False], **hollow))
     figure.legend(
-        handles=entries, loc="outside lower center", ncols=1, frameon=False, fontsize="small"
+        handles=entries, loc="outside lower center", ncols=2, frameon=False, fontsize="small"
     )
 
 

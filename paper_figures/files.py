@@ -119,10 +119,7 @@ def save_figure(figure: Any, *paths: str | os.PathLike[str], source: str = "") -
         source: Where its numbers are from, in small print below it.
     """
     if source:
-        # About 24 such letters are an inch.
-        lines = textwrap.fill(source, int(24 * figure.get_figwidth()))
-        look = {"fontsize": 6, "color": "#666666", "ha": "center", "va": "top"}
-        figure.text(0.5, -0.01, lines, **look)
+        _write_below(figure, source)
     for path in map(Path, paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -133,6 +130,25 @@ def save_figure(figure: Any, *paths: str | os.PathLike[str], source: str = "") -
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _write_below(figure: Any, text: str) -> None:
+    """Write small print under everything there is on a figure."""
+    figure.draw_without_rendering()
+    # The layout is fixed now, and legends with it, which hang on the page: text below must not move
+    # what is above.
+    figure.set_layout_engine("none")
+    for legend in figure.legends:
+        corner = figure.transFigure.inverted().transform(legend.get_window_extent().p0)
+        legend.set_loc("lower left")
+        legend.borderaxespad = 0
+        legend.set_bbox_to_anchor(corner, figure.transFigure)
+    drawn = figure.get_tightbbox()  # in inches
+    width, height = figure.get_size_inches()
+    # About 24 such letters are an inch.
+    lines = textwrap.fill(text, int(24 * drawn.width))
+    look = {"fontsize": 6, "color": "#666666", "ha": "center", "va": "top"}
+    figure.text((drawn.x0 + drawn.x1) / 2 / width, (drawn.y0 - 0.08) / height, lines, **look)
 
 
 def run_command(

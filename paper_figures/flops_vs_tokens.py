@@ -1,6 +1,7 @@
 """Figure: operations of one layer's norm against sequence length, and against probes."""
 
 import argparse
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ def plot_flops(rows: pd.DataFrame) -> Figure:
     Raises:
         ValueError: No row has the paper's number of tokens, or of probes.
     """
-    layers = list(rows[["in_features", "out_features"]].drop_duplicates().itertuples(index=False))
+    layers = _distinct(rows)
     figure, axes = make_panels(2, len(layers), width=2.7)
     views = (
         ("tokens", "tokens T", "num_probes", "k", PAPER_PROBES),
@@ -49,6 +50,13 @@ def plot_flops(rows: pd.DataFrame) -> Figure:
         line[0].set_ylabel("GFLOP per sample")
     estimator_legend(figure, rows["estimator"])
     return figure
+
+
+def _distinct(rows: pd.DataFrame) -> list[Any]:
+    """List the layers, each only one way round: operations do not tell inputs from outputs."""
+    layers = rows[["in_features", "out_features"]].drop_duplicates()
+    sides = pd.Series([tuple(sorted(layer)) for layer in layers.to_numpy()], index=layers.index)
+    return list(layers[~sides.duplicated()].itertuples(index=False))
 
 
 def _command(arguments: argparse.Namespace) -> None:

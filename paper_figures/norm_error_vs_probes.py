@@ -66,7 +66,7 @@ def _draw_deviations(axis: Axes, rows: pd.DataFrame) -> None:
     axis.plot(probes, np.sqrt(2 / probes), color="black", linestyle="--", linewidth=1.2)
     rounding = rows.loc[rows["estimator"] == "tiled", "squared_error_mean"].abs().max()
     axis.set(
-        title=f"squared norm (tiled, exact: within {rounding:.0e})",
+        title=f"squared norm (tiled: within {rounding:.0e})",
         xlabel="probes k",
         ylabel="relative deviation",
         xscale="log",
@@ -94,9 +94,9 @@ def _draw_quantiles(axis: Axes, rows: pd.DataFrame) -> None:
         )
     axis.axhline(0.0, color="black", linewidth=0.8)
     axis.set(
-        title="norm, all layers together",
+        title="norm, all layers: mean, 5–95 % band",
         xlabel="probes k",
-        ylabel="error (%): mean, 5–95 % band",
+        ylabel="error (%)",
         xscale="log",
     )
     logarithmic_ticks(axis, together["num_probes"])

@@ -13,8 +13,9 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from paper_figures.style import ESTIMATORS
+from paper_figures.style import ESTIMATORS, METHODS
 
 
 def make_panels(rows: int, columns: int, *, width: float = 3.6) -> tuple[Figure, np.ndarray]:
@@ -65,6 +66,49 @@ def draw_lines(
     logarithmic_ticks(axis, rows[x])
 
 
+def draw_methods(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> None:
+    """Draw a line for each clipping method, on a logarithmic horizontal axis.
+
+    Args:
+        axis: Where.
+        rows: With a column ``method``.
+        x: Column of the horizontal axis; its values become the ticks.
+        y: Column of the vertical axis.
+    """
+    for name, style in METHODS.items():
+        own = rows[rows["method"] == name].sort_values(x)
+        if not own.empty:
+            look = {"color": style.color, "marker": style.marker, "markersize": 5}
+            axis.plot(own[x], own[y], linewidth=1.4, **look)
+    axis.set(xscale="log")
+    logarithmic_ticks(axis, rows[x].dropna())
+
+
+def method_legend(
+    figure: Figure, shown: Iterable[str], extra: Iterable[Line2D] = (), *, columns: int = 2
+) -> None:
+    """Put one legend under all panels: each method once, in order, then what else there is."""
+    names = set(shown)
+    entries = [
+        Line2D([], [], color=style.color, marker=style.marker, label=style.label)
+        for name, style in METHODS.items()
+        if name in names
+    ]
+    figure.legend(
+        handles=[*entries, *extra],
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+    )
+
+
+def hollow(label: str) -> Line2D:
+    """Make the legend's entry of the paper's values."""
+    look = {"marker": "o", "markersize": 7, "markerfacecolor": "none", "linestyle": "none"}
+    return Line2D([], [], color="#555555", label=label, **look)
+
+
 def logarithmic_ticks(axis: Axes, values: Iterable[float]) -> None:
     """Put a tick at each power of two, 4096 written as 4k; at every other one if they are many."""
     ticks = sorted(set(values))
@@ -73,12 +117,25 @@ def logarithmic_ticks(axis: Axes, values: Iterable[float]) -> None:
     axis.minorticks_off()
 
 
+def plain_numbers(axis: Axes, *, horizontal: bool = False) -> None:
+    """Put ticks at 1, 2 and 5 times powers of ten on a log axis, the vertical by default."""
+    ticks = axis.xaxis if horizontal else axis.yaxis
+    ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    ticks.set_minor_locator(NullLocator())
+
+
 def _short(number: float) -> str:
     return f"{number / 1024:g}k" if number >= 1024 and number % 1024 == 0 else f"{number:g}"
 
 
 def estimator_legend(
-    figure: Figure, shown: Iterable[str], extra: Iterable[Line2D] = (), *, columns: int = 5
+    figure: Figure,
+    shown: Iterable[str],
+    extra: Iterable[Line2D] = (),
+    *,
+    columns: int = 5,
+    lines: bool = True,
 ) -> None:
     """Put one legend under all panels: each estimator once, then whatever else there is."""
     names = set(shown)
@@ -88,7 +145,7 @@ def estimator_legend(
             [],
             color=style.color,
             marker=style.marker,
-            linestyle="--" if name == "tiled" else "-",
+            linestyle=("--" if name == "tiled" else "-") if lines else "none",
             label=style.label,
         )
         for name, style in ESTIMATORS.items()

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
+# What the paper scores its tasks by.
+SCORES = ("accuracy", "rouge1", "exact_match")
+
 
 class Setting(NamedTuple):
     """What a utility number of the paper was measured on."""
@@ -17,8 +20,13 @@ class Setting(NamedTuple):
 
 
 def load_paper_values(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """Read the paper's numbers: one row each, with its id, quantity, method, setting and value."""
-    return pd.read_csv(path, dtype={"value": float, "std": float})
+    """Read the paper's numbers: one row each, with its id, quantity, method, setting and value.
+
+    ``digits`` is the number of decimals that the value has in the file.
+    """
+    paper = pd.read_csv(path, dtype={"value": str, "std": float})
+    digits = paper["value"].str.partition(".")[2].str.len()
+    return paper.assign(value=paper["value"].astype(float), digits=digits)
 
 
 def utility_setting(method: str, setting: str) -> Setting:
@@ -38,6 +46,20 @@ def utility_setting(method: str, setting: str) -> Setting:
         method=f"{name}_paper" if name in ("hutchinson", "hutchpp") else name,
         epsilon=float(epsilon[1]) if epsilon else float("inf"),
     )
+
+
+def published_scores(paper: pd.DataFrame) -> pd.DataFrame:
+    """Select the paper's scores and say which task, mode, method and epsilon each belongs to.
+
+    Returns:
+        Columns task, mode, method, epsilon, mean, std.
+    """
+    scores = paper[paper["quantity"].isin(SCORES)]
+    settings = pd.DataFrame(
+        [utility_setting(m, s) for m, s in zip(scores["method"], scores["setting"], strict=True)],
+        columns=list(Setting._fields),
+    )
+    return settings.assign(mean=scores["value"].to_numpy(), std=scores["std"].to_numpy())
 
 
 def layer_setting(setting: str) -> tuple[int, int, int]:

@@ -1,9 +1,11 @@
 """Figure: simulated peak memory of a whole training step against sequence length."""
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -14,7 +16,7 @@ from paper_figures.files import (
     run_command,
     save_figure,
 )
-from paper_figures.panels import logarithmic_ticks, make_panels
+from paper_figures.panels import logarithmic_ticks, make_panels, plain_numbers
 from paper_figures.style import ESTIMATORS
 
 _SCHEDULES = {"two_pass": "-", "book_keeping": "--"}
@@ -39,36 +41,57 @@ def plot_step_memory(rows: pd.DataFrame) -> Figure:
     if plain.empty:
         raise ValueError("the memory simulated has no step without privacy to compare with")
     figure, (axes,) = make_panels(1, 2, width=4.4)
-    entries = []
-    for mode, own in rows.groupby("mode", sort=False):
-        own = own.sort_values("tokens")
-        if mode == "nonprivate":
-            look, label = _PLAIN, "without privacy"
-        elif own["estimator"].isna().all():
-            continue  # a forward pass alone
-        else:
-            style = ESTIMATORS[own["estimator"].iloc[0]]
-            schedule = own["schedule"].iloc[0]
-            look = {"color": style.color, "marker": style.marker, "linewidth": 1.4}
-            look["linestyle"] = _SCHEDULES[schedule]
-            label = f"{style.label}, {schedule.replace('_', ' ')}"
-        axes[0].plot(own["tokens"], own["peak_bytes"] / 2**30, **look)
+    entries = draw_step_memory(axes[0], rows)
+    for own, look, _ in _looks(rows):
         axes[1].plot(own["tokens"], own["peak_bytes"] / own["tokens"].map(plain), **look)
-        entries.append(Line2D([], [], label=label, **look))
-    for axis in axes:
-        axis.set(xlabel="tokens T", xscale="log")
-        logarithmic_ticks(axis, rows["tokens"])
-    first = rows.iloc[0]
-    axes[0].set(
-        yscale="log",
-        ylabel="peak (GiB)",
-        title=f"{first['model']}, batch {first['batch']}, {first['dtype']}",
-    )
+    axes[1].set(xlabel="tokens T", xscale="log")
+    logarithmic_ticks(axes[1], rows["tokens"])
     axes[1].set(ylabel="peak / peak without privacy", title="as a ratio")
     figure.legend(
         handles=entries, loc="outside lower center", ncols=3, frameon=False, fontsize="small"
     )
     return figure
+
+
+def draw_step_memory(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
+    """Draw the peak of a step in every mode.
+
+    Args:
+        axis: Where.
+        rows: Of ``step_rows``, all of one model, batch and dtype.
+
+    Returns:
+        Entries for a legend.
+    """
+    entries = []
+    for own, look, label in _looks(rows):
+        axis.plot(own["tokens"], own["peak_bytes"] / 2**30, **look)
+        entries.append(Line2D([], [], label=label, **look))
+    first = rows.iloc[0]
+    title = f"{first['model']}, batch {first['batch']}, {first['dtype']}"
+    axis.set(title=title, xlabel="tokens T", xscale="log", yscale="log")
+    axis.set_ylabel("peak memory of a step (GiB)")
+    logarithmic_ticks(axis, rows["tokens"])
+    plain_numbers(axis)
+    return entries
+
+
+def _looks(rows: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, dict[str, Any], str]]:
+    """Yield the rows of each mode with how they look and what they are called."""
+    order = ["", *ESTIMATORS]
+    modes = rows[["mode", "estimator", "schedule"]].drop_duplicates().fillna("")
+    # Two passes before one.
+    ranks = modes["estimator"].map(order.index) + 0.5 * (modes["schedule"] != "two_pass")
+    for mode in modes.loc[ranks.sort_values(kind="stable").index, "mode"]:
+        own = rows[rows["mode"] == mode].sort_values("tokens")
+        if mode == "nonprivate":
+            yield own, _PLAIN, "without privacy"
+        elif own["estimator"].notna().any():  # not a forward pass alone
+            style = ESTIMATORS[own["estimator"].iloc[0]]
+            schedule = own["schedule"].iloc[0]
+            look = {"color": style.color, "marker": style.marker, "linewidth": 1.4}
+            look |= {"linestyle": _SCHEDULES[schedule], "markersize": 5}
+            yield own, look, f"{style.label}, {schedule.replace('_', ' ')}"
 
 
 def _command(arguments: argparse.Namespace) -> None:

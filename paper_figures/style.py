@@ -13,11 +13,13 @@ class MethodStyle(NamedTuple):
     marker: str
 
 
-# Okabe and Ito's colours: told apart with any colour vision, and in print by their markers.
+# Okabe and Ito's colours, and one of Tol's: told apart with any colour vision, and in print by
+# their markers.
 METHODS = {
     "nonprivate": MethodStyle("no privacy", "#000000", ""),
     "exact": MethodStyle("exact clipping", "#0072B2", "o"),
     "hutchinson_paper": MethodStyle("Hutchinson, shared sketch, envelope analysis", "#D55E00", "s"),
+    "hutchinson_shared": MethodStyle("Hutchinson, shared sketch, tight analysis", "#882255", "P"),
     "hutchinson": MethodStyle("Hutchinson, per-sample sketch, tight analysis", "#009E73", "^"),
     "hutchpp_paper": MethodStyle("Hutch++, shared sketch, envelope analysis", "#CC79A7", "D"),
     "hutchpp": MethodStyle("Hutch++, per-sample sketch, tight analysis", "#E69F00", "v"),
@@ -37,6 +39,14 @@ LLAMA_LAYERS = {
     (2048, 2048): "q, o",
     (2048, 512): "k, v",
     (2048, 128256): "head",
+}
+# How many of each it has: 16 blocks, and the head.
+LLAMA_COUNTS = {
+    (8192, 2048): 16,
+    (2048, 8192): 32,
+    (2048, 2048): 32,
+    (2048, 512): 32,
+    (2048, 128256): 1,
 }
 
 

@@ -100,6 +100,38 @@ def count_flops(arguments):
     write_result(arguments.out, {}, {"rows": rows}, None, "flops")
 
 
+def sweep_noise(arguments):
+    rows = []
+    for epsilon, k in product(arguments.epsilons.split(","), (None, *counts(arguments.num_probes))):
+        kinds = [(None, "tight")]
+        if k is not None:
+            kinds = [("per_sample", "tight"), ("shared", "tight"), ("shared", "envelope")]
+        for place, (sketch, analysis) in enumerate(kinds, start=1):
+            overhead = 0.0 if k is None else place / k
+            noise = option("noise_scale", 1.0) * 10.0 / float(epsilon)
+            rows.append(
+                {
+                    "epsilon": float(epsilon),
+                    "estimator": "exact" if k is None else "hutchinson",
+                    "num_probes": k,
+                    "sketch": sketch,
+                    "analysis": analysis,
+                    "noise_multiplier": noise * (1 + overhead),
+                    "noise_overhead": overhead,
+                }
+            )
+    config = {name: getattr(arguments, name) for name in ("sample_rate", "steps", "delta")}
+    write_result(arguments.out, config, {"rows": rows}, None, "calibration")
+
+
+def envelope(arguments):
+    rows = [
+        {"num_probes": 32, "rank": rank, "ratio": ratio, "cdf": ratio / 2}
+        for rank, ratio in product(counts(arguments.ranks), (0.5, 1.0, 1.5))
+    ]
+    write_result(arguments.out, {}, {"rows": rows}, None, "envelope")
+
+
 def profile_layer(arguments):
     rows = [
         {
@@ -229,6 +261,8 @@ def main():
     parser.add_argument("--model")
     parser.add_argument("--modes")
     parser.add_argument("--epsilon", type=float)
+    parser.add_argument("--epsilons")
+    parser.add_argument("--ranks")
     parser.add_argument("--delta", type=float)
     parser.add_argument("--sample-rate", type=float)
     parser.add_argument("--steps", type=int)

@@ -82,6 +82,6 @@ def test_every_rule_names_its_environment_log_and_benchmark(project):
         + (project.folder / "Snakefile").read_text()
     )
     rules = len(re.findall(r"^(?:rule|checkpoint) ", text, re.M))
-    assert rules == 25
+    assert rules == 38
     for directive in ("log:", "benchmark:", "conda:", "threads:", "resources:"):
         assert text.count(f"\n    {directive}") == rules, directive

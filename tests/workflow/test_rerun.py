@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import signal
 import time
 from contextlib import contextmanager
 
 import pytest
 
-from tests.workflow.conftest import SMOKE, copy_project
+from tests.workflow.conftest import SMOKE, copy_project, read_plan
 
-FIGURES = {"collect_metrics", "compare_paper", "plot_accuracy_vs_epsilon", "table_accuracy"}
+UTILITY = {"plot_accuracy_vs_epsilon", *(f"table_{n}" for n in ("accuracy", "lora", "utility"))}
+FIGURES = {"collect_metrics", "compare_paper", "table_low_budget", *UTILITY}
+TIMED = {"profile_layer", "table_layer_latency", "table_efficiency"}
+TIMED |= {"plot_layer_latency", "plot_layer_memory_time"}
 
 
 @contextmanager
@@ -74,11 +78,10 @@ def test_editing_a_module_repeats_only_the_rules_that_use_it(finished_project):
     source = finished_project.folder / "dprc" / "profiling" / "flops.py"
     with changed_file(source, source.read_text() + "\n# edited\n"):
         jobs = finished_project.planned_jobs()
-    counted = {"count_flops", "table_flops", "plot_flops_vs_tokens"}
+    counted = {"count_flops", "table_flops", "plot_flops_vs_tokens", "plot_long_context"}
     # Both import its LayerShape.
-    timed = {"profile_layer", "table_layer_latency", "plot_layer_latency"}
     weighed = {"simulate_layer_memory", "table_layer_memory", "plot_layer_memory"}
-    changed = {*counted, *timed, *weighed, "compare_paper", "results_all"}
+    changed = {*counted, *TIMED, *weighed, "table_complexity", "compare_paper", "results_all"}
     assert jobs == dict.fromkeys(changed, 1)
 
 
@@ -88,6 +91,9 @@ def test_editing_the_accountant_repeats_accounting_and_no_training(finished_proj
         jobs = finished_project.planned_jobs()
     assert "train_model" not in jobs
     assert jobs["calibrate_noise"] == 4
+    drawn = {f"plot_noise_{name}" for name in ("overhead", "vs_epsilon", "vs_probes")}
+    assert {"sweep_noise", *drawn} < set(jobs)
+    assert "envelope_cdf" not in jobs  # it does not use that module
     # What counts, weighs or times norms does not ask what they cost in privacy.
     assert not {rule for rule in jobs if rule.split("_")[0] in ("count", "simulate", "profile")}
 
@@ -96,8 +102,7 @@ def test_a_timed_layer_that_is_deleted_is_timed_again_and_no_other(finished_proj
     path = finished_project.result("results/layer_profiles/2048x512/tokens512.json")
     with changed_file(path, None):
         jobs = finished_project.planned_jobs()
-    timed = {"profile_layer", "table_layer_latency", "plot_layer_latency"}
-    assert jobs == dict.fromkeys({*timed, "compare_paper", "results_all"}, 1)
+    assert jobs == dict.fromkeys({*TIMED, "compare_paper", "results_all"}, 1)
 
 
 def test_a_changed_noise_multiplier_repeats_the_runs_that_use_it(finished_project):
@@ -110,19 +115,46 @@ def test_a_changed_noise_multiplier_repeats_the_runs_that_use_it(finished_projec
 
 
 @pytest.mark.slow
-def test_new_noise_is_trained_with_in_the_same_run(tmp_path):
+def test_the_report_holds_every_figure_and_table_with_the_origin_of_its_inputs(finished_project):
+    done = finished_project.snakemake("--report", "report.html", *SMOKE)
+    assert done.returncode == 0, done.stdout
+    added = set(re.findall(r"^Adding (\S+) ", done.stdout, re.M))
+    made = (finished_project.run / "results" / "all").read_text().split()
+    shown = [
+        path for path in made if re.search(r"figures/.*png|(tables|results)/[a-z_]+\.csv", path)
+    ]
+    assert added == {path.rsplit("/", 1)[1] for path in shown}
+    page = (finished_project.run / "report.html").read_text()
+    # A caption ends with where its inputs are from.
+    assert page.count("Made on a stand-in by") >= len(shown)
+
+
+@pytest.mark.slow
+def test_an_edit_of_the_accountant_trains_again_only_where_the_noise_changed(tmp_path):
     project = copy_project(tmp_path / "project")
     assert project.snakemake(*SMOKE).returncode == 0
     calls = project.bin / "calls.log"
+    source = project.folder / "dprc" / "accounting" / "step.py"
     for scale, trained in (("1.0", 0), ("1.5", 5)):
         (project.bin / "noise_scale.txt").write_text(scale)
+        source.write_text(source.read_text() + "\n# edited\n")
         calls.unlink()
-        done = project.snakemake("--forcerun", "calibrate_noise", *SMOKE)
+        done = project.snakemake(*SMOKE)
         assert done.returncode == 0, done.stdout
         commands = [line.split()[0] for line in calls.read_text().splitlines()]
         assert commands.count("calibrate") == 4
+        assert commands.count("sweep-noise") == 1
         assert commands.count("train") == trained
         assert project.planned_jobs() == {}
+
+
+def test_configurations_do_not_mix(finished_project):
+    done = finished_project.snakemake("--dry-run", "--quiet", "rules", "--", "results/all")
+    assert done.returncode == 0, done.stdout
+    # The default configuration finds nothing of what the smoke one made, and would overwrite none.
+    plan = read_plan(done.stdout)
+    assert plan["results_all"] == plan["count_flops"] == plan["compare_paper"] == 1
+    assert not (finished_project.folder / "results" / "all").exists()
 
 
 @pytest.mark.slow

@@ -24,8 +24,9 @@ shell.prefix(
     + quote(workflow.basedir)
     + "${{PYTHONPATH:+:$PYTHONPATH}}; "
 )
-PAPER_VALUES = os.path.relpath(
-    os.path.join(workflow.basedir, "paper_figures", "paper_values.csv")
+# It comes with the code, wherever results are stored.
+PAPER_VALUES = local(
+    os.path.relpath(os.path.join(workflow.basedir, "paper_figures", "paper_values.csv"))
 )
 
 
@@ -33,6 +34,7 @@ wildcard_constraints:
     task="|".join(config["tasks"]),
     target="|".join([*config["tasks"], *config["calibrations"]]),
     model="|".join(config["models"]),
+    sweep="|".join(config["noise_sweeps"]),
     mode="full|lora",
     method="|".join(config["methods"]),
     epsilon=r"inf|[0-9.e+-]+",
@@ -58,13 +60,30 @@ AUDIT = "results/audit/{audit}.json"
 FIGURES = (
     "accuracy_vs_epsilon",
     "audit_bounds",
+    "envelope_cdf",
     "flops_vs_tokens",
     "layer_latency",
     "layer_memory",
+    "layer_memory_time",
+    "long_context",
+    "noise_overhead",
+    "noise_vs_epsilon",
+    "noise_vs_probes",
     "norm_error_vs_probes",
     "step_memory",
 )
-TABLES = ("accuracy", "audit", "flops", "layer_latency", "layer_memory")
+TABLES = (
+    "accuracy",
+    "audit",
+    "complexity",
+    "efficiency",
+    "flops",
+    "layer_latency",
+    "layer_memory",
+    "lora",
+    "low_budget",
+    "utility",
+)
 TABLES_AND_FIGURES = [
     *(
         f"results/figures/{name}.{suffix}"
@@ -163,6 +182,11 @@ def audit_options(wildcards):
     return command_options({**settings, **mechanism})
 
 
+def noise_sweeps():
+    """List the files of noise multipliers at many settings."""
+    return [f"results/noise/{name}.json" for name in config["noise_sweeps"]]
+
+
 def all_results():
     """List every result file that tables and figures are made from, and the data and models."""
     return [
@@ -172,6 +196,8 @@ def all_results():
         "results/memory/steps.json",
         "results/norm_error/errors.json",
         *audits(),
+        "results/envelope/cdf.json",
+        *noise_sweeps(),
         *layer_profiles(),
         *separate_calibrations(),
         *task_calibrations(),

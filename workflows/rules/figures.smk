@@ -279,6 +279,9 @@ rule compare_paper:
         calibrations=separate_calibrations(),
         profiles=layer_profiles(),
         memory="results/memory/layers.json",
+        noise="results/noise/paper_bbc.json",
+        errors="results/norm_error/errors.json",
+        envelope="results/envelope/cdf.json",
     output:
         csv=report(
             "results/paper_comparison.csv",
@@ -303,5 +306,6 @@ rule compare_paper:
         "python -m paper_figures.compare_paper --configuration {params.configuration}"
         " --paper {input.paper} --metrics {input.metrics} --flops {input.flops}"
         " --calibrations {input.calibrations} --profiles {input.profiles}"
-        " --memory {input.memory}"
+        " --memory {input.memory} --noise {input.noise} --errors {input.errors}"
+        " --envelope {input.envelope}"
         " --csv {output.csv} --markdown {output.markdown} > {log} 2>&1"

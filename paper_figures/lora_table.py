@@ -1,0 +1,111 @@
+"""Table: test scores of LoRA fine-tuning, and what randomized clipping loses against exact."""
+
+import argparse
+
+import pandas as pd
+
+from paper_figures.accuracy_table import format_score, summarize_runs
+from paper_figures.files import (
+    load_runs,
+    make_parser,
+    run_command,
+    runs_note,
+    write_csv,
+    write_markdown,
+)
+from paper_figures.paper_values import load_paper_values, utility_setting
+from paper_figures.style import METHODS, TASKS
+from paper_figures.utility_table import NOT_RUN, PRIVATE_METHODS, describe_run, runs_of
+
+
+def lora_rows(summary: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
+    """Put what our LoRA runs lose against exact clipping beside what the paper says.
+
+    Args:
+        summary: Of ``summarize_runs``.
+        paper: The paper's values.
+
+    Returns:
+        For each task of the paper's LoRA table, a row for each budget and method of ours with its
+        drop (positive: worse than exact), and an empty one for the paper's method if we did not run
+        it: the paper gives a drop for that alone.
+    """
+    rows = []
+    for published in paper[paper["where"] == "LoRA table"].itertuples(index=False):
+        task = utility_setting(published.method, published.setting).task
+        own = runs_of(summary, task, "lora")
+        own = own[own["method"].isin(PRIVATE_METHODS)]
+        exact = own[own["method"] == "exact"].set_index("epsilon")["mean"]
+        for run in own.itertuples(index=False):
+            theirs = published.value if run.method == "hutchinson_paper" else float("nan")
+            rows.append(
+                {
+                    "task": task,
+                    "epsilon": run.epsilon,
+                    "method": run.method,
+                    "our_mean": run.mean,
+                    "our_std": run.std,
+                    "our_seeds": run.seeds,
+                    "our_drop": exact.get(run.epsilon, float("nan")) - run.mean,
+                    "paper_drop": theirs,
+                    "our_task": run.task,
+                    "our_max_tokens": run.max_tokens,
+                    "our_steps": run.steps,
+                }
+            )
+        if "hutchinson_paper" not in set(own["method"]):
+            rows.append({"task": task, "method": "hutchinson_paper", "paper_drop": published.value})
+    columns = ["task", "epsilon", "method", "our_mean", "our_std", "our_seeds", "our_drop"]
+    columns += ["paper_drop", "our_task", "our_max_tokens", "our_steps"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
+    def text(row: pd.Series) -> dict[str, str]:
+        style = TASKS[row["task"]]
+        digits = 2 if style.scale == 100 else 4
+        ran = pd.notna(row["our_mean"])
+        exact = row["method"] == "exact"
+
+        def drop(value: float) -> str:
+            return "" if pd.isna(value) or exact else f"{value:.{digits}f}"
+
+        return {
+            "task": style.label,
+            "measure": style.metric_label,
+            "ε": f"{row['epsilon']:g}" if ran else "",
+            "method": METHODS[row["method"]].label,
+            "ours": format_score(row["our_mean"], row["our_std"], style.scale) if ran else NOT_RUN,
+            "seeds": f"{row['our_seeds']:.0f}" if ran else "",
+            "drop against exact": drop(row["our_drop"]),
+            "the paper's drop": drop(row["paper_drop"]),
+            "our run": describe_run(row["our_task"], row["our_max_tokens"], row["our_steps"])
+            if ran
+            else "",
+        }
+
+    return pd.DataFrame([text(row) for _, row in rows.iterrows()])
+
+
+def _command(arguments: argparse.Namespace) -> None:
+    runs = load_runs(arguments.metrics)
+    rows = lora_rows(summarize_runs(runs), load_paper_values(arguments.paper))
+    write_csv(arguments.csv, rows)
+    write_markdown(
+        arguments.markdown,
+        _for_readers(rows),
+        title="Test scores after LoRA fine-tuning",
+        note="A drop is exact clipping's score minus the method's, in the unit of the measure. The"
+        " paper gives drops without a budget, for BBC as a bound. An offline twin is a much smaller"
+        " model on shorter texts, and no reproduction.",
+        source=runs_note(runs),
+    )
+
+
+if __name__ == "__main__":
+    parser = make_parser("lora_table", "Put what LoRA loses beside the paper's table.")
+    parser.add_argument("--metrics", required=True, help="CSV of collect_metrics")
+    parser.add_argument("--paper", required=True, help="the paper's values")
+    parser.add_argument("--csv", required=True, help="CSV to write")
+    parser.add_argument("--markdown", required=True, help="Markdown to write")
+    raise SystemExit(run_command(parser, _command))

@@ -1,0 +1,133 @@
+"""Table: the paper's main table of test scores, ours beside it."""
+
+import argparse
+
+import pandas as pd
+
+from paper_figures.accuracy_table import format_score, summarize_runs
+from paper_figures.files import (
+    load_runs,
+    make_parser,
+    run_command,
+    runs_note,
+    write_csv,
+    write_markdown,
+)
+from paper_figures.paper_values import load_paper_values, published_scores
+from paper_figures.style import METHODS, TASKS
+
+PAPER_TASKS = ("bbc", "billsum", "hotpotqa")
+EPSILONS = (float("inf"), 9.0, 2.0)
+# The last one is ours; the paper has no such row.
+PRIVATE_METHODS = ("exact", "hutchinson_paper", "hutchinson")
+NOT_RUN = "not run here"
+
+
+def runs_of(summary: pd.DataFrame, task: str, mode: str) -> pd.DataFrame:
+    """Select our runs for a task of the paper: those of the task itself, else of its offline twin.
+
+    Args:
+        summary: Of ``summarize_runs``.
+        task: Of the paper.
+        mode: ``full`` or ``lora``.
+    """
+    chosen = summary[summary["mode"] == mode]
+    own = chosen[chosen["task"] == task]
+    return own if not own.empty else chosen[chosen["task"] == f"{task}_offline"]
+
+
+def utility_rows(summary: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
+    """Put our mean scores beside the paper's.
+
+    Args:
+        summary: Of ``summarize_runs``.
+        paper: The paper's values.
+
+    Returns:
+        A row for each task, budget and method of the main table, and for our variant; empty where
+        nobody ran it.
+    """
+    published = published_scores(paper).set_index(["task", "mode", "method", "epsilon"])
+    rows = []
+    for task in PAPER_TASKS:
+        own = runs_of(summary, task, "full").set_index(["method", "epsilon"])
+        for epsilon in EPSILONS:
+            for method in ("nonprivate",) if epsilon == float("inf") else PRIVATE_METHODS:
+                row = {"task": task, "epsilon": epsilon, "method": method}
+                if (method, epsilon) in own.index:
+                    found = own.loc[(method, epsilon)]
+                    names = ("task", "mean", "std", "seeds", "max_tokens", "steps")
+                    row |= {f"our_{name}": found[name] for name in names}
+                if (task, "full", method, epsilon) in published.index:
+                    theirs = published.loc[(task, "full", method, epsilon)]
+                    row |= {"paper_mean": theirs["mean"], "paper_std": theirs["std"]}
+                rows.append(row)
+    columns = ["task", "epsilon", "method", "paper_mean", "paper_std"]
+    columns += [f"our_{n}" for n in ("mean", "std", "seeds", "task", "max_tokens", "steps")]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def describe_run(task: object, max_tokens: object, steps: object) -> str:
+    """Say which of our runs a score is of.
+
+    >>> describe_run("bbc_offline", 64, 100)
+    'BBC news, offline twin: 64 tokens, 100 steps'
+    """
+    return f"{TASKS[str(task)].label}: {max_tokens:g} tokens, {steps:g} steps"
+
+
+def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
+    def ours(row: pd.Series) -> str:
+        if pd.isna(row["our_mean"]):
+            return NOT_RUN
+        return format_score(row["our_mean"], row["our_std"], TASKS[row["task"]].scale)
+
+    def theirs(row: pd.Series) -> str:
+        if pd.isna(row["paper_mean"]):
+            return ""
+        text = f"{row['paper_mean']:.2f} ± {row['paper_std']:.2f}"
+        precise = f"{row['paper_mean']:.4f} ± {row['paper_std']:.4f}"
+        return text if TASKS[row["task"]].scale == 100 else precise
+
+    each = [row for _, row in rows.iterrows()]
+    return pd.DataFrame(
+        {
+            "task": [TASKS[t].label for t in rows["task"]],
+            "measure": [TASKS[t].metric_label for t in rows["task"]],
+            "ε": rows["epsilon"].map("{:g}".format).replace("inf", "∞"),
+            "method": [METHODS[m].label for m in rows["method"]],
+            "the paper": [theirs(row) for row in each],
+            "ours": [ours(row) for row in each],
+            "seeds": ["" if pd.isna(n) else f"{n:.0f}" for n in rows["our_seeds"]],
+            "our run": [
+                ""
+                if pd.isna(row["our_mean"])
+                else describe_run(row["our_task"], row["our_max_tokens"], row["our_steps"])
+                for row in each
+            ],
+        }
+    )
+
+
+def _command(arguments: argparse.Namespace) -> None:
+    runs = load_runs(arguments.metrics)
+    rows = utility_rows(summarize_runs(runs), load_paper_values(arguments.paper))
+    write_csv(arguments.csv, rows)
+    write_markdown(
+        arguments.markdown,
+        _for_readers(rows),
+        title="Test scores after full fine-tuning",
+        note="Mean ± standard deviation over seeds. The paper trained Llama-3.2-1B on 4096 tokens;"
+        " an offline twin is a much smaller model on shorter texts, and no reproduction. The"
+        " per-sample sketch is ours: the paper has no such row.",
+        source=runs_note(runs),
+    )
+
+
+if __name__ == "__main__":
+    parser = make_parser("utility_table", "Put our test scores beside the paper's main table.")
+    parser.add_argument("--metrics", required=True, help="CSV of collect_metrics")
+    parser.add_argument("--paper", required=True, help="the paper's values")
+    parser.add_argument("--csv", required=True, help="CSV to write")
+    parser.add_argument("--markdown", required=True, help="Markdown to write")
+    raise SystemExit(run_command(parser, _command))
