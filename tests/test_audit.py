@@ -132,9 +132,9 @@ class TestBounds:
         truth, planned = gaussian_epsilon(1.0, 0.01), Event("both", -1.5, 2.5)
         bounds = [
             best_lower_bound(*gaussian_pair(1.0, 3000, seed), planned, delta=0.01, confidence=0.9)
-            for seed in range(200)
+            for seed in range(100)
         ]
-        assert sum(b.epsilon > truth for b in bounds) <= stats.binom.ppf(0.999, 200, 0.1)
+        assert sum(b.epsilon > truth for b in bounds) <= stats.binom.ppf(0.999, 100, 0.1)
 
     def test_no_event_is_chosen_that_was_not_seen(self):
         scores, present = gaussian_pair(0.0, 400, 0)
@@ -217,7 +217,7 @@ class TestOneRun:
                 canaries=canaries, guesses=canaries, right=right, delta=delta, confidence=0.9
             )
 
-        for seed in range(400):
+        for seed in range(200):
             rng = np.random.default_rng(seed)
             included = rng.random(canaries) < 0.5
             honest = rng.random(canaries) < 1 / (1 + math.exp(-epsilon))
@@ -226,7 +226,7 @@ class TestOneRun:
             scores[given_away] = np.where(included[given_away], 2.0, -2.0)
             right = count_right(scores + 1e-6 * rng.random(canaries), included, canaries)
             shown.append(bound(right))
-        assert (np.array(shown) > epsilon).sum() <= stats.binom.ppf(0.999, 400, 0.1)
+        assert (np.array(shown) > epsilon).sum() <= stats.binom.ppf(0.999, 200, 0.1)
         assert np.mean(shown) > (0.7 if delta == 0 else 0.4)
 
     def test_guesses_are_the_extremes(self):
@@ -392,16 +392,15 @@ class TestCommand:
         assert written["metrics"] == printed
         assert written["valid"]
 
-    @pytest.mark.parametrize("sketch", ["per_sample", "shared"])
-    def test_randomized_norms_are_reported_too(self, sketch, capsys):
-        words = [*self.WORDS, "--estimator=hutchinson", f"--sketch={sketch}", "--canaries=0"]
+    def test_randomized_norms_are_reported_too(self, capsys):
+        words = [*self.WORDS, "--estimator=hutchinson", "--sketch=shared", "--canaries=0"]
         assert main([*words, "--json"]) == 0
         printed = json.loads(capsys.readouterr().out)
         assert printed["gaussian_mu_lower_bound"] is None
         assert printed["one_run"] is None
         names = {finding["name"] for finding in printed["detectors"]}
-        assert ("sketch_sharing" in names) == (sketch == "shared")
-        assert ("sketch_independence" in names) == (sketch == "per_sample")
+        assert "sketch_sharing" in names
+        assert "sketch_independence" not in names
 
     def test_a_refuted_claim_is_named_and_exits_with_1(self, capsys, monkeypatch):
         faults.less_noise(monkeypatch)

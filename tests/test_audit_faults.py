@@ -38,28 +38,33 @@ def test_the_engine_passes(settings):
     assert refuted(**settings) == []
 
 
+FAULTS = [
+    (faults.no_clipping, {}, EXACT, "sensitivity"),
+    (faults.less_noise, {}, EXACT, "noise_scale"),
+    (faults.same_noise_each_step, {}, EXACT, "noise_freshness"),
+    (faults.noise_with_each_micro_batch, {}, EXACT, "noise_scale"),
+    (faults.parameter_left_out_of_the_norm, {"parameter": faults.MATRIX}, {}, "sensitivity"),
+    (faults.parameter_left_out_of_the_norm, {"parameter": faults.BIAS}, SHARED, "sensitivity"),
+    (faults.shared_sketch_accounted_as_per_sample, {}, {}, "sketch_independence"),
+    (faults.fresh_shared_sketch_for_each_micro_batch, {}, SHARED, "sketch_sharing"),
+    (faults.sketch_kept_over_steps, {}, SHARED, "sketch_freshness"),
+    (faults.fewer_probes_than_accounted, {}, {"num_probes": 64}, "scale_law"),
+    (faults.optimizer_steps_outside_the_engine, {}, EXACT, "accounting"),
+    (faults.no_guard, {}, EXACT, "optimizer_guard"),
+]
+MORE_FAULTS = [
+    (faults.no_noise_on, {"parameter": faults.BIAS}, EXACT, "noise_scale"),
+    (faults.uniform_noise, {}, EXACT, "noise_shape"),
+    (faults.parameter_left_out_of_the_norm, {"parameter": faults.HEAD}, EXACT, "sensitivity"),
+    (faults.sketch_by_place_in_the_micro_batch, {}, {}, "sketch_independence"),
+    (faults.sketch_kept_over_steps, {"steps": 2}, SHARED, "sketch_freshness"),
+    (faults.sketch_kept_over_steps, {}, {}, "sketch_freshness"),
+]
+
+
 @pytest.mark.parametrize(
     ("fault", "options", "settings", "detector"),
-    [
-        (faults.no_clipping, {}, EXACT, "sensitivity"),
-        (faults.less_noise, {}, EXACT, "noise_scale"),
-        (faults.no_noise_on, {"parameter": faults.BIAS}, EXACT, "noise_scale"),
-        (faults.uniform_noise, {}, EXACT, "noise_shape"),
-        (faults.same_noise_each_step, {}, EXACT, "noise_freshness"),
-        (faults.noise_with_each_micro_batch, {}, EXACT, "noise_scale"),
-        (faults.parameter_left_out_of_the_norm, {"parameter": faults.MATRIX}, {}, "sensitivity"),
-        (faults.parameter_left_out_of_the_norm, {"parameter": faults.HEAD}, EXACT, "sensitivity"),
-        (faults.parameter_left_out_of_the_norm, {"parameter": faults.BIAS}, SHARED, "sensitivity"),
-        (faults.shared_sketch_accounted_as_per_sample, {}, {}, "sketch_independence"),
-        (faults.sketch_by_place_in_the_micro_batch, {}, {}, "sketch_independence"),
-        (faults.fresh_shared_sketch_for_each_micro_batch, {}, SHARED, "sketch_sharing"),
-        (faults.sketch_kept_over_steps, {}, SHARED, "sketch_freshness"),
-        (faults.sketch_kept_over_steps, {"steps": 2}, SHARED, "sketch_freshness"),
-        (faults.sketch_kept_over_steps, {}, {}, "sketch_freshness"),
-        (faults.fewer_probes_than_accounted, {}, {"num_probes": 64}, "scale_law"),
-        (faults.optimizer_steps_outside_the_engine, {}, EXACT, "accounting"),
-        (faults.no_guard, {}, EXACT, "optimizer_guard"),
-    ],
+    [*FAULTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_FAULTS)],
 )
 def test_a_planted_fault_is_caught_by_its_detector(fault, options, settings, detector, monkeypatch):
     fault(monkeypatch, **options)
