@@ -1,4 +1,4 @@
-"""The theorem behind small heads (docs/small_head.md), step by step, and its law against samples."""
+"""The theorem behind small heads (docs/small_head.md) step by step, and its law against samples."""
 
 import numpy as np
 import pytest
