@@ -86,7 +86,7 @@ class Effort:
 
     def slack(self) -> Array:
         """The tolerance at each strike: what hardly moves the noise need not be known closely."""
-        near = np.interp(STRIKES, [0.5, 0.65, 0.8, 1.3, 1.6], [25.0, 7.0, 1.0, 1.0, 5.0])
+        near = np.interp(STRIKES, [0.5, 0.65, 0.8, 1.3, 1.5], [25.0, 7.0, 1.0, 1.0, 25.0])
         slack: Array = self.tolerance * near
         return slack
 
