@@ -182,17 +182,8 @@ def _probes_worth(option: Option) -> int:
 
 def format_table(options: Sequence[Option]) -> str:
     """The options as an aligned text table."""
-    header = (
-        "estimator",
-        "head",
-        "probes",
-        "sketch",
-        "analysis",
-        "noise",
-        "overhead",
-        "GFLOP",
-        "Melem",
-    )
+    names = "estimator head probes sketch analysis noise overhead GFLOP Melem"
+    header = tuple(names.split())
     rows = [
         (
             option.estimator,

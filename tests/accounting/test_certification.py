@@ -57,7 +57,8 @@ def test_point_bounds_enclose_samples_of_the_law(spectrum):
     # Close enough that a wrong law would show; accounting k+2 probes for k does.
     middle = np.abs(search.STRIKES[near] - 1.0) < 1e-9
     assert upper[middle] == pytest.approx(mean[middle], rel=0.04)
-    assert np.any(search.cell_puts(cell, k + 2, 96)[near] < mean - 5 * error)
+    if sum(spectrum) < 0.9:  # beyond, the head's failures decide, and not k
+        assert np.any(search.cell_puts(cell, k + 2, 96)[near] < mean - 5 * error)
 
 
 def test_a_cell_bounds_its_points():
@@ -91,7 +92,7 @@ class TestShipped:
         worst = stored(pair)["points"]
         nearest = 0.0
         for trial in range(6):
-            base = np.array(worst[trial % len(worst)])
+            base = np.array(worst[len(worst) // 2 + trial // 2 - 1])
             near = np.clip(base * rng.uniform(0.95, 1.05, base.size), 0.0, None)
             point = near if trial % 2 else hutchpp_truth.spectra(rng, 1, 5)[0, : pair[0]]
             point = tuple(-np.sort(-point / max(1.0, point.sum() + 1e-9)))
@@ -139,6 +140,21 @@ def test_a_table_is_certified_again(pair):
 def test_impossible_searches_are_refused(rank, probes, message):
     with pytest.raises(ValueError, match=message):
         search.certify(rank, probes)
+
+
+@pytest.mark.parametrize("k", [8, 32, 160])
+def test_chi2_puts_are_just_above_fifty_digits(k):
+    mpmath = pytest.importorskip("mpmath")
+    for x in (0.05, 0.3, 0.7, 0.99, 1.0, 1.3, 2.5):
+        with mpmath.workdps(50):
+            half, strike = mpmath.mpf(k) / 2, mpmath.mpf(x)
+            cdf, moment = (
+                mpmath.gammainc(half + i, 0, strike * half, regularized=True) for i in (0, 1)
+            )
+            excess = float(
+                (mpmath.mpf(chi2_puts(np.array([x]), k)[0]) / (strike * cdf - moment)) - 1
+            )
+        assert 0 < excess < 1e-10
 
 
 def test_bounds_between_strikes_are_above_a_convex_function():

@@ -145,9 +145,8 @@ def test_compare_prints_the_table(capsys, monkeypatch, options):
 
 
 def test_compare_counts_the_work_of_the_given_layers(capsys, monkeypatch):
-    monkeypatch.setattr(
-        planner, "compare", partial(planner.compare, probes=(32,), heads=(), envelope=False)
-    )
+    few = partial(planner.compare, probes=(32,), heads=(), envelope=False)
+    monkeypatch.setattr(planner, "compare", few)
     words = ["--compare", "--estimator", "exact", "--layers", "64x32", "--tokens", "10", "--json"]
     run("calibrate", "--epsilon", "2", *SCHEDULE, *words)
     answer = json.loads(capsys.readouterr().out)

@@ -48,11 +48,14 @@ class Band:
 
 
 def bands(num_probes: int) -> tuple[Band, ...]:
-    """The lines that all strikes need; calls have a transform where |σ| < k/2."""
-    far, near = -0.4 * num_probes, -0.2 * num_probes
+    """The lines that all strikes need; calls have a transform where |σ| < k/2.
+
+    Nearer to k/2 the images at x + jL, which a sum for calls amplifies, would count.
+    """
+    near, far = -0.2 * num_probes, -0.3 * num_probes
     return (
         Band(12.0, (Line(6.0, 4.0, 130.0), Line(12.0, 3.0, 130.0)), 0.75, math.inf),
-        Band(near, (Line(near, 4.0, 130.0), Line(far, 4.0, 200.0)), 1.1, math.inf),
+        Band(near, (Line(near, 4.0, 130.0), Line(far, 4.0, 300.0)), 1.1, math.inf),
         Band(40.0, (Line(24.0, 2.0, 130.0), Line(48.0, 1.2, 200.0)), 0.39, 0.9),
         Band(
             200.0,

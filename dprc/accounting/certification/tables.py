@@ -33,9 +33,11 @@ def table_of(
     head_rank: int, num_probes: int, effort: Effort, certificate: Certificate
 ) -> dict[str, Any]:
     """A table's content, as values that JSON can hold."""
-    puts = PutBound(STRIKES, certificate.excess + np.maximum(STRIKES - 1.0, 0.0))
+    # Above strike 1 a put is stored as what it is more than x − 1: that keeps no more digits.
+    excess = np.maximum(certificate.excess, np.where(STRIKES < 1.0, 0.0, 1e-12))
+    puts = PutBound(STRIKES, excess + np.maximum(STRIKES - 1.0, 0.0))
     near = (_NEAR[0] <= STRIKES) & (_NEAR[1] >= STRIKES)
-    gap = float(np.max(certificate.excess[near] / certificate.attained[near]) - 1.0)
+    gap = float(np.max(excess[near] / certificate.attained[near]) - 1.0)
     return {
         "head_rank": head_rank,
         "num_probes": num_probes,
@@ -54,7 +56,7 @@ def table_of(
         },
         "points": [[round(value, 8) for value in point] for point in certificate.points],
         "strikes": STRIKES.tolist(),
-        "excess": certificate.excess.tolist(),
+        "excess": excess.tolist(),
         "attained": certificate.attained.tolist(),
     }
 
