@@ -12,6 +12,7 @@ from dprc.errors import PrivacyError
 # The modules import torch and transformers inside `run`, so that help and accounting stay light.
 COMMAND_MODULES = (
     "accounting",
+    "certifying",
     "sweeping",
     "work",
     "training",

@@ -7,8 +7,12 @@ from typing import Any
 from dprc.accounting.queries import noise_multiplier
 
 DEFAULT_PROBES = (16, 32, 64, 128)
+# Certified heads of the work of 32 and of 48 probes.
+DEFAULT_HEADS = ((2, 26), (2, 42))
 # Below this overhead in noise, fewer probes are worth more than less noise.
 ACCEPTABLE_OVERHEAD = 0.05
+# Work this close is the same work: the noise decides.
+_SAME_WORK = 1.01
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,9 @@ class Option:
     """One way to clip, with what it costs.
 
     Attributes:
-        estimator: ``"exact"`` or ``"hutchinson"``.
-        num_probes: None for exact clipping.
+        estimator: ``"exact"``, ``"hutchinson"`` or ``"hutchpp"``.
+        num_probes: Of the tail for hutchpp; None for exact clipping.
+        head_rank: Of hutchpp, else None.
         sketch: ``"shared"``, ``"per_sample"``, or None.
         analysis: ``"tight"`` or ``"envelope"``.
         noise_multiplier: What reaches the target.
@@ -42,6 +47,7 @@ class Option:
 
     estimator: str
     num_probes: int | None
+    head_rank: int | None
     sketch: str | None
     analysis: str
     noise_multiplier: float
@@ -63,9 +69,10 @@ def compare(
     layers: Sequence[LayerShape] = (),
     batch: int = 1,
     probes: Sequence[int] = DEFAULT_PROBES,
+    heads: Sequence[tuple[int, int]] = DEFAULT_HEADS,
     envelope: bool = True,
 ) -> list[Option]:
-    """The noise and the work of exact clipping and of probes × sketch for one privacy target.
+    """The noise and the work of exact clipping, of probes × sketch and of heads × sketch.
 
     Args:
         epsilon: Target.
@@ -74,15 +81,16 @@ def compare(
         steps: Optimizer steps.
         layers: Shapes that decide the work; without any, the work is 0.
         batch: Samples in a physical batch.
-        probes: Numbers of probes to consider.
+        probes: Numbers of probes to consider, without a head.
+        heads: Certified pairs (head_rank, num_probes) to consider.
         envelope: Whether to show the paper's analysis as well.
 
     Returns:
-        Exact clipping first, then by number of probes.
+        Exact clipping first, then by number of probes, then the heads.
 
     Raises:
         ValueError: As ``noise_multiplier``; or batch is not positive.
-        PrivacyError: As ``noise_multiplier``.
+        PrivacyError: As ``noise_multiplier``; or a head is not certified.
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise ValueError(f"batch must be an int of at least 1, got {batch!r}")
@@ -95,25 +103,41 @@ def compare(
     exact = noise(estimator="exact")
     flops = sum(2 * batch * s.tokens * s.in_features * s.out_features for s in layers)
     workspace = max((batch * s.in_features * s.out_features for s in layers), default=0)
-    options = [Option("exact", None, None, "tight", exact, 0.0, flops, workspace)]
-    kinds = [("per_sample", "tight"), ("shared", "tight")]
-    if envelope:
-        kinds.append(("shared", "envelope"))
-    for k in probes:
-        flops = sum(2 * batch * s.tokens * k * (s.in_features + s.out_features) for s in layers)
+    options = [Option("exact", None, None, None, "tight", exact, 0.0, flops, workspace)]
+    hidden, known = ("per_sample", "tight"), ("shared", "tight")
+    paper = [("shared", "envelope")] if envelope else []
+    choices = [(0, k, [hidden, known, *paper]) for k in probes]
+    choices += [(rank, k, [hidden, known]) for rank, k in heads]
+    for rank, k, kinds in choices:
+        # Three products of the head's columns and one of the probes; the head's part of the tail.
+        flops = sum(
+            2 * batch * (s.tokens * (3 * rank + k) + rank * k) * (s.in_features + s.out_features)
+            for s in layers
+        )
         for sketch, analysis in kinds:
-            sigma = noise(num_probes=k, sketch=sketch, analysis=analysis)
+            method: dict[str, Any] = {"estimator": "hutchinson"}
+            if rank:
+                method = {"estimator": "hutchpp", "head_rank": rank, "require_certified": True}
+            sigma = noise(num_probes=k, sketch=sketch, analysis=analysis, **method)
             sketches = batch if sketch == "per_sample" else 1
             workspace = max(
                 (
-                    batch * k * (s.tokens + s.in_features) + sketches * s.out_features * k
+                    (batch * (s.tokens + s.in_features) + sketches * s.out_features) * (rank + k)
                     for s in layers
                 ),
                 default=0,
             )
             options.append(
                 Option(
-                    "hutchinson", k, sketch, analysis, sigma, sigma / exact - 1, flops, workspace
+                    method["estimator"],
+                    k,
+                    rank or None,
+                    sketch,
+                    analysis,
+                    sigma,
+                    sigma / exact - 1,
+                    flops,
+                    workspace,
                 )
             )
     return options
@@ -123,7 +147,8 @@ def recommend(options: Sequence[Option], overhead: float = ACCEPTABLE_OVERHEAD) 
     """The cheapest option whose noise overhead is acceptable; exact clipping if it is cheapest.
 
     Options that cost more FLOPs than exact clipping are out. Among the rest, those with an
-    acceptable overhead are ordered by FLOPs, then by noise; if there is none, the least noise wins.
+    acceptable overhead the cheapest wins, or what costs at most 1 % more with less noise; if there
+    is none, the least noise wins.
 
     Raises:
         ValueError: There are no options, or exact clipping is not among them.
@@ -141,17 +166,28 @@ def recommend(options: Sequence[Option], overhead: float = ACCEPTABLE_OVERHEAD) 
     if not randomized:
         return exact[0]
     acceptable = [option for option in randomized if option.noise_overhead <= overhead]
+    if acceptable and not known_work:
+        return min(acceptable, key=lambda o: (_probes_worth(o), o.noise_multiplier))
     if acceptable:
-        return min(acceptable, key=lambda o: (o.norm_flops, o.num_probes, o.noise_multiplier))
+        least = min(option.norm_flops for option in acceptable)
+        near = [option for option in acceptable if option.norm_flops <= _SAME_WORK * least]
+        return min(near, key=lambda o: o.noise_multiplier)
     return min(randomized, key=lambda o: o.noise_multiplier)
+
+
+def _probes_worth(option: Option) -> int:
+    """How many probes without a head take the same products."""
+    return (option.num_probes or 0) + 3 * (option.head_rank or 0)
 
 
 def format_table(options: Sequence[Option]) -> str:
     """The options as an aligned text table."""
-    header = ("estimator", "probes", "sketch", "analysis", "noise", "overhead", "GFLOP", "Melem")
+    names = "estimator head probes sketch analysis noise overhead GFLOP Melem"
+    header = tuple(names.split())
     rows = [
         (
             option.estimator,
+            str(option.head_rank or "-"),
             str(option.num_probes or "-"),
             option.sketch or "-",
             option.analysis,
@@ -185,6 +221,7 @@ def noise_by_epsilon(
             sample_rate=sample_rate,
             steps=steps,
             probes=(num_probes,),
+            heads=(),
         )
         row = {"epsilon": float(epsilon)}
         for option in options:

@@ -83,13 +83,15 @@ def chi2_puts(strikes: Array, num_probes: int) -> Array:
     half = num_probes / 2
     below = strikes * special.gammainc(half, strikes * half)
     moment = special.gammainc(half + 1, strikes * half)
-    # Above the mean by what is lost on the other side, where that is the smaller term.
+    # Above the mean by the call, where that is the smaller term.
     call = special.gammaincc(half + 1, strikes * half) - strikes * special.gammaincc(
         half, strikes * half
     )
     value = np.where(strikes < 1.0, below - moment, strikes - 1.0 + call)
-    size = np.where(strikes < 1.0, below + moment, 2.0 + strikes)
-    bound: Array = np.maximum(value, 0.0) + 3 * GAMMA_ERROR * size
+    # The call is a difference of terms near it in size; x − 1 is exact but for its last digit.
+    above = special.gammaincc(half + 1, strikes * half) * (1.0 + strikes)
+    size = np.where(strikes < 1.0, below + moment, 2.0 * above)
+    bound: Array = np.maximum(value, 0.0) + 3 * GAMMA_ERROR * size + 2 * _UNIT * value
     return bound
 
 

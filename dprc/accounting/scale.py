@@ -74,7 +74,7 @@ class ScaleLaw:
             # A plain int: a law is compared, hashed, and saved as JSON.
             object.__setattr__(self, "num_probes", _checked_count("num_probes", self.num_probes))
         if self.kind == "small_head":
-            small_head.load_table(self.head_rank or 0, self.num_probes or 0)
+            small_head.load_table(*_pair(self))
 
     @classmethod
     def exact(cls) -> "ScaleLaw":
@@ -243,28 +243,27 @@ def combine_laws(laws: Iterable[ScaleLaw]) -> ScaleLaw:
     if not collected:
         raise ValueError("laws must hold at least one law: a model without parameters has no norm")
     single = {part for law in collected for part in (law.parts or (law,)) if not part.is_exact}
-    heads = sorted(
-        (law for law in single if law.kind == "small_head"), key=lambda law: law.head_rank or 0
-    )
-    tables = {law: small_head.load_table(law.head_rank or 0, law.num_probes or 0) for law in heads}
+    heads = sorted((law for law in single if law.head_rank is not None), key=_pair)
     # A head with no fewer columns before a tail with no fewer probes is below another in convex
     # order, and so need not be kept.
-    kept = [
-        law
-        for law in heads
-        if not any(
-            other != law
-            and (other.head_rank or 0) <= (law.head_rank or 0)
-            and (other.num_probes or 0) <= (law.num_probes or 0)
-            for other in heads
-        )
-    ]
-    probes = [law.num_probes for law in single if law.kind == "chi2" and law.num_probes is not None]
-    if probes and not any(min(probes) >= tables[law].matched_probes for law in kept):
-        fewest = ScaleLaw.chi2(min(probes))
+    kept = [law for law in heads if not any(_rules_out(other, law) for other in heads)]
+    probes = [law.num_probes for law in single if law.head_rank is None and law.num_probes]
+    matched = [small_head.load_table(*_pair(law)).matched_probes for law in kept]
+    if probes and not any(min(probes) >= least for least in matched):
         # A head never hurts: its law is below that of its tail alone.
-        kept = [law for law in kept if (law.num_probes or 0) < (fewest.num_probes or 0)]
-        kept.append(fewest)
+        kept = [law for law in kept if _pair(law)[1] < min(probes)]
+        kept.append(ScaleLaw.chi2(min(probes)))
     if len(kept) > 1:
-        return ScaleLaw("largest", min(law.num_probes or 0 for law in kept), None, tuple(kept))
+        fewest = min(_pair(law)[1] for law in kept)
+        return ScaleLaw("largest", fewest, None, tuple(kept))
     return kept[0] if kept else ScaleLaw.exact()
+
+
+def _pair(law: ScaleLaw) -> tuple[int, int]:
+    """Rank of the head, 0 without one, and probes."""
+    return law.head_rank or 0, law.num_probes or 0
+
+
+def _rules_out(other: ScaleLaw, law: ScaleLaw) -> bool:
+    """Whether a different law has a head and a tail that are no larger."""
+    return other != law and all(a <= b for a, b in zip(_pair(other), _pair(law), strict=True))

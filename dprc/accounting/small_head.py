@@ -28,8 +28,8 @@ class SmallHeadTable:
         num_probes: k, of the tail.
         puts: Upper bounds on the put function of R*.
         matched_probes: Number of Hutchinson probes, a multiple of 8, whose law is below this one.
-        gap: Largest excess of the bound over a put that a point of the search attains, relative to
-            it below strike 1 and to the put at 1 above.
+        gap: Largest excess of the bound over what a point of the search attains, relative to it:
+            to the put below strike 1, to the call above; strikes from 0.8 to 1.3.
         date: When the search ran, ISO 8601.
         code_hash: SHA-256 of the source that ran it.
     """
@@ -63,10 +63,11 @@ def load_table(head_rank: int, num_probes: int) -> SmallHeadTable:
     name = f"small_head_r{head_rank}_k{num_probes}.json"
     text = (resources.files("dprc.accounting") / "tables" / name).read_text(encoding="utf-8")
     stored = json.loads(text)
+    strikes = np.array(stored["strikes"])
     return SmallHeadTable(
         stored["head_rank"],
         stored["num_probes"],
-        PutBound(np.array(stored["strikes"]), np.array(stored["puts"])),
+        PutBound(strikes, np.array(stored["excess"]) + np.maximum(strikes - 1.0, 0.0)),
         stored["matched_probes"],
         stored["gap"],
         stored["date"],

@@ -192,7 +192,9 @@ def _mechanism(args: argparse.Namespace) -> str:
 def _in_words(option: Any) -> str:
     if option.num_probes is None:
         return "exact"
-    return f"{option.estimator}, {option.num_probes} probes, {option.sketch}, {option.analysis}"
+    head = "" if option.head_rank is None else f"head of rank {option.head_rank}, "
+    probes = f"{option.num_probes} probes"
+    return f"{option.estimator}, {head}{probes}, {option.sketch}, {option.analysis}"
 
 
 def _schedule(args: argparse.Namespace) -> tuple[float, int]:

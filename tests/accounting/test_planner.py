@@ -16,7 +16,7 @@ LAYERS = (planner.LayerShape(4096, 2048, 512), planner.LayerShape(4096, 2048, 81
 
 @pytest.fixture(scope="module")
 def options():
-    return planner.compare(**TARGET, layers=LAYERS, batch=2, probes=(32, 64))
+    return planner.compare(**TARGET, layers=LAYERS, batch=2, probes=(32, 64), heads=((2, 26),))
 
 
 def test_work_follows_the_published_savings(options):
@@ -33,6 +33,8 @@ def test_work_follows_the_published_savings(options):
 def test_overheads_are_ordered(options):
     overhead = {(o.num_probes, o.sketch, o.analysis): o.noise_overhead for o in options}
     assert overhead[None, None, "tight"] == 0.0
+    assert 0 < overhead[26, "per_sample", "tight"] < overhead[64, "per_sample", "tight"]
+    assert overhead[26, "per_sample", "tight"] < overhead[26, "shared", "tight"]
     assert (
         0
         < overhead[64, "per_sample", "tight"]
@@ -44,16 +46,23 @@ def test_overheads_are_ordered(options):
 
 def test_recommendation_is_cheap_and_acceptable(options):
     choice = planner.recommend(options)
-    assert choice.estimator == "hutchinson"
+    # A head of rank 2 with 26 probes is the work of 32 probes, to a thousandth, and less noise.
+    assert (choice.estimator, choice.head_rank, choice.num_probes) == ("hutchpp", 2, 26)
     assert choice.sketch == "per_sample"
     assert choice.noise_overhead <= planner.ACCEPTABLE_OVERHEAD
+    assert choice.norm_flops < 1.001 * min(o.norm_flops for o in options[1:])
+    headless = planner.recommend([o for o in options if o.head_rank is None])
+    assert (headless.estimator, headless.num_probes) == ("hutchinson", 32)
+    assert planner.recommend([replace(o, norm_flops=0) for o in options]) == replace(
+        choice, norm_flops=0
+    )
     strict = planner.recommend(options, overhead=0.0)
     assert strict.noise_overhead == min(o.noise_overhead for o in options[1:])
 
 
 def test_exact_clipping_is_recommended_for_small_layers():
     small = planner.compare(
-        **TARGET, layers=[planner.LayerShape(128, 16, 16)], probes=(), envelope=False
+        **TARGET, layers=[planner.LayerShape(128, 16, 16)], probes=(), heads=(), envelope=False
     )
     costly = replace(small[0], estimator="hutchinson", num_probes=32, norm_flops=10**9)
     assert planner.recommend([*small, costly]).estimator == "exact"
@@ -136,7 +145,8 @@ def test_compare_prints_the_table(capsys, monkeypatch, options):
 
 
 def test_compare_counts_the_work_of_the_given_layers(capsys, monkeypatch):
-    monkeypatch.setattr(planner, "compare", partial(planner.compare, probes=(32,), envelope=False))
+    few = partial(planner.compare, probes=(32,), heads=(), envelope=False)
+    monkeypatch.setattr(planner, "compare", few)
     words = ["--compare", "--estimator", "exact", "--layers", "64x32", "--tokens", "10", "--json"]
     run("calibrate", "--epsilon", "2", *SCHEDULE, *words)
     answer = json.loads(capsys.readouterr().out)
