@@ -73,7 +73,7 @@ def _sweep_noise(arguments: argparse.Namespace) -> None:
     settings = {name: getattr(arguments, name) for name in ("delta", "sample_rate", "steps")}
     rows: list[dict[str, Any]] = []
     for epsilon in epsilons:
-        # Heads have a figure of their own: noise for equal work.
+        # Heads are compared by noise-by-work, where they stand beside what costs the same work.
         options = planner.compare(epsilon=epsilon, probes=num_probes, heads=(), **settings)
         for option in options:
             work = ("norm_flops", "workspace_elements")
