@@ -38,10 +38,15 @@ class Complexity(NamedTuple):
 
 
 def _hutchpp_numbers(d: int, p: int, t: int, k: int) -> int:
-    """Count what lives at the largest of three moments; a shared sketch takes the larger side."""
-    k = min(k, d, p)  # a sketch wider than a side is cut to it
+    """Count the sketch, made for the larger side, and what lives beside it at the largest moment.
+
+    While it is made a block of it; in the power step a thin factor, what goes in and what comes
+    out; at the QR its input and output; in the last pass a thin factor and the sketched gradient.
+    """
     large, small = max(d, p), min(d, p)
-    return max(4 * k * large, 2 * k * (d + p + t), 3 * k * small) + k * k
+    made, powered = 2 * k * min(large, _BLOCK), k * (d + p + t)
+    orthogonal, last = k * (2 * large + k), 2 * k * (t + small) + k * k
+    return 2 * k * large + max(made, powered, orthogonal, last)
 
 
 COMPLEXITIES = {
@@ -71,7 +76,7 @@ COMPLEXITIES = {
     "hutchpp": Complexity(
         Formula("8Tk(d+p) + 2k²(d+p)", lambda d, p, t, k: (8 * t * k + 2 * k * k) * (d + p)),
         Formula(
-            "max(4k·max(d,p), 2k(d+p+T), 3k·min(d,p)) + k²",
+            f"2kM + max(2k·min(M, {_BLOCK}), k(d+p+T), k(2M+k), 2k(T+min(d,p)) + k²), M = max(d,p)",
             _hutchpp_numbers,
         ),
         exact=False,

@@ -5,7 +5,8 @@ import math
 import pandas as pd
 import pytest
 
-from paper_figures.complexity_table import check_formulas
+from dprc import estimators
+from paper_figures.complexity_table import COMPLEXITIES, check_formulas
 from paper_figures.efficiency_table import efficiency_rows
 from paper_figures.lora_table import lora_rows
 from paper_figures.low_budget_table import low_budget_rows, noise_by_method
@@ -203,3 +204,16 @@ def test_the_papers_numbers_stand_in_one_file_only():
     for path in [*ROOT.glob("paper_figures/*.py"), *ROOT.glob("workflows/**/*.smk")]:
         text = path.read_text()
         assert not [number for number in precise if number in text], path.name
+
+
+@pytest.mark.parametrize("name", list(COMPLEXITIES))
+@pytest.mark.parametrize("k", [2, 8, 32, 400])
+@pytest.mark.parametrize("layer", [(512, 2048), (2048, 512), (8192, 2048), (600, 600)])
+@pytest.mark.parametrize("tokens", [1, 33, 4096, 20000])
+def test_formulas_are_those_of_the_estimators(name, k, layer, tokens):
+    options = {"num_probes": k, "sketch": "shared"} if name.startswith("hutch") else {}
+    estimator = estimators.get(name, **options)
+    formulas, (d, p) = COMPLEXITIES[name], layer
+    assert formulas.operations.value(d, p, tokens, k) == estimator.flops(1, tokens, d, p)
+    held = estimator.workspace_elements(1, tokens, d, p)
+    assert formulas.numbers.value(d, p, tokens, k) == held
