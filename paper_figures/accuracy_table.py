@@ -49,6 +49,18 @@ def format_score(mean: float, std: float, scale: float) -> str:
     return f"{mean:.{digits}f}" if pd.isna(std) else f"{mean:.{digits}f} ± {std:.{digits}f}"
 
 
+def format_published(mean: float, std: float, scale: float) -> str:
+    """Write a mean and a standard deviation of the paper, with its digits; nothing for none.
+
+    Args:
+        mean: As printed; NaN for none.
+        std: Likewise.
+        scale: 100 for percent.
+    """
+    digits = 2 if scale == 100 else 4
+    return "" if pd.isna(mean) else f"{mean:.{digits}f} ± {std:.{digits}f}"
+
+
 def _for_readers(summary: pd.DataFrame) -> pd.DataFrame:
     """Write the summary with names and units that a reader needs no key for."""
     scores = [

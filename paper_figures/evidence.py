@@ -11,6 +11,7 @@ from paper_figures.layer_memory_table import as_trained
 from paper_figures.norm_error_vs_probes import ALL_LAYERS
 from paper_figures.paper_values import SCORES, layer_setting, num_probes, utility_setting
 from paper_figures.tolerances import PAPER_DEVICE, TOLERANCES
+from paper_figures.utility_table import runs_of
 
 PAPER_TOKENS = 4096
 
@@ -234,13 +235,10 @@ def _runs_of(
     evidence: Evidence, task: str, mode: str, method: str, epsilon: float | None = None
 ) -> pd.DataFrame:
     """Select the runs of a task of the paper: the task itself, else its offline twin."""
-    chosen = evidence.summary[
-        (evidence.summary["mode"] == mode) & (evidence.summary["method"] == method)
-    ]
+    chosen = evidence.summary[evidence.summary["method"] == method]
     if epsilon is not None:
         chosen = chosen[chosen["epsilon"] == epsilon]
-    real = chosen[chosen["task"] == task]
-    return real if not real.empty else chosen[chosen["task"] == f"{task}_offline"]
+    return runs_of(chosen, task, mode)
 
 
 def _scored(row: Any, value: float, run: Any, *, std: float = math.nan) -> Ours:

@@ -4,7 +4,7 @@ import argparse
 
 import pandas as pd
 
-from paper_figures.accuracy_table import format_score, summarize_runs
+from paper_figures.accuracy_table import summarize_runs
 from paper_figures.files import (
     load_runs,
     make_parser,
@@ -15,7 +15,7 @@ from paper_figures.files import (
 )
 from paper_figures.paper_values import load_paper_values, utility_setting
 from paper_figures.style import METHODS, TASKS
-from paper_figures.utility_table import NOT_RUN, PRIVATE_METHODS, describe_run, runs_of
+from paper_figures.utility_table import PRIVATE_METHODS, OurCells, runs_of
 
 
 def lora_rows(summary: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
@@ -64,7 +64,7 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
     def text(row: pd.Series) -> dict[str, str]:
         style = TASKS[row["task"]]
         digits = 2 if style.scale == 100 else 4
-        ran = pd.notna(row["our_mean"])
+        ours = OurCells.of(row, style.scale)
         exact = row["method"] == "exact"
 
         def drop(value: float) -> str:
@@ -73,15 +73,13 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
         return {
             "task": style.label,
             "measure": style.metric_label,
-            "ε": f"{row['epsilon']:g}" if ran else "",
+            "ε": "" if pd.isna(row["epsilon"]) else f"{row['epsilon']:g}",
             "method": METHODS[row["method"]].label,
-            "ours": format_score(row["our_mean"], row["our_std"], style.scale) if ran else NOT_RUN,
-            "seeds": f"{row['our_seeds']:.0f}" if ran else "",
+            "ours": ours.score,
+            "seeds": ours.seeds,
             "drop against exact": drop(row["our_drop"]),
             "the paper's drop": drop(row["paper_drop"]),
-            "our run": describe_run(row["our_task"], row["our_max_tokens"], row["our_steps"])
-            if ran
-            else "",
+            "our run": ours.run,
         }
 
     return pd.DataFrame([text(row) for _, row in rows.iterrows()])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from paper_figures.accuracy_table import format_score, summarize_runs
+from paper_figures.accuracy_table import format_published, summarize_runs
 from paper_figures.files import (
     inputs_note,
     load_result,
@@ -20,7 +20,7 @@ from paper_figures.files import (
 )
 from paper_figures.paper_values import load_paper_values, utility_setting
 from paper_figures.style import METHODS, TASKS
-from paper_figures.utility_table import NOT_RUN, describe_run, runs_of
+from paper_figures.utility_table import NOT_RUN, OurCells, runs_of
 
 EPSILON, TASK = 0.7, "bbc"
 
@@ -74,20 +74,15 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
     scale = TASKS[TASK].scale
 
     def text(row: pd.Series) -> dict[str, str]:
-        ran = pd.notna(row["our_mean"])
-        pair = (row["paper_mean"], row["paper_std"])
+        ours = OurCells.of(row, scale)
         return {
             "method": METHODS[row["method"]].label,
             "noise multiplier, the paper": _number(row["paper_noise"], 3),
             "noise multiplier, ours": _number(row["our_noise"], 3) or NOT_RUN,
-            "accuracy (%), the paper": "" if pd.isna(pair[0]) else f"{pair[0]:.2f} ± {pair[1]:.2f}",
-            "accuracy (%), ours": format_score(row["our_mean"], row["our_std"], scale)
-            if ran
-            else NOT_RUN,
-            "seeds": f"{row['our_seeds']:.0f}" if ran else "",
-            "our run": describe_run(row["our_task"], row["our_max_tokens"], row["our_steps"])
-            if ran
-            else "",
+            "accuracy (%), the paper": format_published(row["paper_mean"], row["paper_std"], scale),
+            "accuracy (%), ours": ours.score,
+            "seeds": ours.seeds,
+            "our run": ours.run,
         }
 
     return pd.DataFrame([text(row) for _, row in rows.iterrows()])

@@ -7,9 +7,15 @@ from matplotlib.figure import Figure
 
 from paper_figures.files import inputs_note, load_result, make_parser, run_command, save_figure
 from paper_figures.noise_rows import noise_rows, published_noise
-from paper_figures.panels import draw_methods, hollow, make_panels, method_legend, plain_numbers
+from paper_figures.panels import (
+    draw_methods,
+    draw_published,
+    hollow,
+    make_panels,
+    method_legend,
+    plain_numbers,
+)
 from paper_figures.paper_values import load_paper_values
-from paper_figures.style import METHODS
 
 PAPER_PROBES = 32
 
@@ -38,12 +44,10 @@ def plot_noise(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     published = published_noise(paper)
     exact = published[published["method"] == "exact"].set_index("epsilon")["noise_multiplier"]
     for point in published.itertuples(index=False):
-        style = METHODS[point.method]
-        look = {"color": style.color, "markerfacecolor": "none", "markersize": 9}
-        axes[0].plot(point.epsilon, point.noise_multiplier, marker=style.marker, **look)
+        draw_published(axes[0], point.epsilon, point.noise_multiplier, point.method)
         if point.method != "exact" and point.epsilon in exact.index:
             percent = 100 * (point.noise_multiplier / exact[point.epsilon] - 1)
-            axes[1].plot(point.epsilon, percent, marker=style.marker, **look)
+            draw_published(axes[1], point.epsilon, percent, point.method)
     for axis in axes:
         axis.set_xlabel("privacy budget ε")
     method_legend(figure, own["method"], [hollow("hollow: the paper")])

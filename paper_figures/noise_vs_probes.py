@@ -7,7 +7,13 @@ from matplotlib.figure import Figure
 
 from paper_figures.files import inputs_note, load_result, make_parser, run_command, save_figure
 from paper_figures.noise_rows import noise_rows, published_noise
-from paper_figures.panels import draw_methods, hollow, make_panels, method_legend
+from paper_figures.panels import (
+    draw_methods,
+    draw_published,
+    hollow,
+    make_panels,
+    method_legend,
+)
 from paper_figures.paper_values import load_paper_values
 from paper_figures.style import METHODS
 
@@ -35,9 +41,7 @@ def plot_noise(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         # An exact norm has no probes: its marker stands where the randomized one's does.
         probes = theirs["num_probes"].max()
         for point in theirs.itertuples(index=False):
-            style = METHODS[point.method]
-            look = {"color": style.color, "markerfacecolor": "none", "markersize": 9}
-            axis.plot(probes, point.noise_multiplier, marker=style.marker, **look)
+            draw_published(axis, probes, point.noise_multiplier, point.method)
         axis.set(title=f"ε = {epsilon:g}", xlabel="probes k")
     axes[0].set_ylabel("noise multiplier σ")
     extra = [hollow("hollow: the paper")] if published["epsilon"].isin(epsilons).any() else []

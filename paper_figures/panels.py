@@ -103,6 +103,13 @@ def method_legend(
     )
 
 
+def draw_published(axis: Axes, x: float, y: float, method: str) -> None:
+    """Draw one of the paper's values hollow, in its method's colour and marker."""
+    style = METHODS[method]
+    look = {"color": style.color, "markerfacecolor": "none", "markersize": 9}
+    axis.plot(x, y, marker=style.marker, **look)
+
+
 def hollow(label: str) -> Line2D:
     """Make the legend's entry of the paper's values."""
     look = {"marker": "o", "markersize": 7, "markerfacecolor": "none", "linestyle": "none"}

@@ -1,10 +1,11 @@
 """Table: the paper's main table of test scores, ours beside it."""
 
 import argparse
+from typing import NamedTuple
 
 import pandas as pd
 
-from paper_figures.accuracy_table import format_score, summarize_runs
+from paper_figures.accuracy_table import format_published, format_score, summarize_runs
 from paper_figures.files import (
     load_runs,
     make_parser,
@@ -76,37 +77,41 @@ def describe_run(task: object, max_tokens: object, steps: object) -> str:
     return f"{TASKS[str(task)].label}: {max_tokens:g} tokens, {steps:g} steps"
 
 
-def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
-    def ours(row: pd.Series) -> str:
+class OurCells(NamedTuple):
+    """What a table for readers says of our runs behind one of its rows."""
+
+    score: str
+    seeds: str
+    run: str
+
+    @classmethod
+    def of(cls, row: pd.Series, scale: float) -> "OurCells":
+        """Read ``our_mean``, ``our_std``, ``our_seeds``, ``our_task``, and so on, of a row."""
         if pd.isna(row["our_mean"]):
-            return NOT_RUN
-        return format_score(row["our_mean"], row["our_std"], TASKS[row["task"]].scale)
+            return cls(NOT_RUN, "", "")
+        return cls(
+            format_score(row["our_mean"], row["our_std"], scale),
+            f"{row['our_seeds']:.0f}",
+            describe_run(row["our_task"], row["our_max_tokens"], row["our_steps"]),
+        )
 
-    def theirs(row: pd.Series) -> str:
-        if pd.isna(row["paper_mean"]):
-            return ""
-        text = f"{row['paper_mean']:.2f} ± {row['paper_std']:.2f}"
-        precise = f"{row['paper_mean']:.4f} ± {row['paper_std']:.4f}"
-        return text if TASKS[row["task"]].scale == 100 else precise
 
-    each = [row for _, row in rows.iterrows()]
-    return pd.DataFrame(
-        {
-            "task": [TASKS[t].label for t in rows["task"]],
-            "measure": [TASKS[t].metric_label for t in rows["task"]],
-            "ε": rows["epsilon"].map("{:g}".format).replace("inf", "∞"),
-            "method": [METHODS[m].label for m in rows["method"]],
-            "the paper": [theirs(row) for row in each],
-            "ours": [ours(row) for row in each],
-            "seeds": ["" if pd.isna(n) else f"{n:.0f}" for n in rows["our_seeds"]],
-            "our run": [
-                ""
-                if pd.isna(row["our_mean"])
-                else describe_run(row["our_task"], row["our_max_tokens"], row["our_steps"])
-                for row in each
-            ],
+def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
+    def text(row: pd.Series) -> dict[str, str]:
+        style = TASKS[row["task"]]
+        ours = OurCells.of(row, style.scale)
+        return {
+            "task": style.label,
+            "measure": style.metric_label,
+            "ε": f"{row['epsilon']:g}".replace("inf", "∞"),
+            "method": METHODS[row["method"]].label,
+            "the paper": format_published(row["paper_mean"], row["paper_std"], style.scale),
+            "ours": ours.score,
+            "seeds": ours.seeds,
+            "our run": ours.run,
         }
-    )
+
+    return pd.DataFrame([text(row) for _, row in rows.iterrows()])
 
 
 def _command(arguments: argparse.Namespace) -> None:

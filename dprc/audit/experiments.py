@@ -110,19 +110,6 @@ class PairTrials:
     optimizer_steps: int
 
 
-class _Indices:
-    """A dataset of indices: what they stand for is gathered batch by batch."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def run_pairs(
     settings: AuditSettings, noise_multiplier: float, progress_fn: ProgressFn
 ) -> PairTrials:
@@ -145,7 +132,8 @@ def run_pairs(
             maker.in_matrix(CANARY_NORM),
         ]
     )
-    worlds = (_Indices(len(samples) - 1), _Indices(len(samples)))
+    # Data sets of indices: what they stand for is gathered batch by batch.
+    worlds = (range(len(samples) - 1), range(len(samples)))
     coins = np.random.default_rng(settings.seed).random(settings.trials) < 0.5
     outputs, ratios, sizes = (np.full(settings.trials, math.nan) for _ in range(3))
     # Who shows the ratio: a witness, or else the canary itself.
@@ -305,7 +293,7 @@ def run_training(settings: AuditSettings, noise_multiplier: float, progress_fn: 
     chosen = np.flatnonzero(included)
     total = torch.zeros(width, width, dtype=torch.float64)
     loader = rig.engine.poisson_loader(
-        _Indices(len(chosen)),
+        range(len(chosen)),
         steps=settings.run_steps,
         max_physical_batch=256,
         collate_fn=list,

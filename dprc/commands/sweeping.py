@@ -1,10 +1,9 @@
 """``dprc sweep-noise`` and ``dprc envelope``: accounting at many settings, for figures."""
 
 import argparse
-import json
 from typing import Any
 
-from dprc.commands.options import counts
+from dprc.commands.options import add_output, add_run, counts, numbers, report_rows
 
 
 def add_parsers(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -23,10 +22,8 @@ def add_parsers(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     add = sweep.add_argument
     add("--epsilons", required=True, metavar="E,E", help="privacy budgets")
     add("--num-probes", default="32", metavar="K,K", help="default: 32")
-    add("--delta", type=float, required=True, metavar="D", help="in (0, 1)")
-    add("--sample-rate", type=float, required=True, metavar="Q", help="Poisson, in (0, 1]")
-    add("--steps", type=int, required=True, metavar="N", help="optimizer steps")
-    _add_output(sweep)
+    add_run(sweep)
+    add_output(sweep)
     sweep.set_defaults(run=_sweep_noise)
 
     envelope = subparsers.add_parser(
@@ -44,28 +41,12 @@ def add_parsers(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     add("--lowest", type=float, default=0.4, metavar="X", help="ratio, above 0 (default: 0.4)")
     add("--highest", type=float, default=1.8, metavar="X", help="ratio (default: 1.8)")
     add("--points", type=int, default=15, metavar="N", help="even, at least 2 (default: 15)")
-    _add_output(envelope)
+    add_output(envelope)
     envelope.set_defaults(run=_envelope)
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--out", metavar="FILE", help="write a result file")
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    """Read numbers above 0, separated by commas."""
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name}: must be numbers separated by commas, got {text!r}") from None
-    if not all(number > 0 for number in numbers):
-        raise ValueError(f"{name}: must be above 0, got {text!r}")
-    return numbers
-
-
 def _sweep_noise(arguments: argparse.Namespace) -> None:
-    epsilons = _numbers("--epsilons", arguments.epsilons)
+    epsilons = numbers("--epsilons", arguments.epsilons)
     num_probes = counts("--num-probes", arguments.num_probes)
 
     from dprc.accounting import planner
@@ -86,7 +67,7 @@ def _sweep_noise(arguments: argparse.Namespace) -> None:
         f"{100 * row['noise_overhead']:+.1f} %"
         for row in rows
     ]
-    _report(arguments, config, rows, lines, made_by="calibration")
+    report_rows(arguments, config, rows, lines, made_by="calibration")
 
 
 def _envelope(arguments: argparse.Namespace) -> None:
@@ -108,24 +89,4 @@ def _envelope(arguments: argparse.Namespace) -> None:
     ]
     config = {"num_probes": k, "ranks": ranks, "lowest": low, "highest": high, "points": points}
     lines = [f"rank {row['rank']:<6} ratio {row['ratio']:<8g} {row['cdf']:.6g}" for row in rows]
-    _report(arguments, config, rows, lines, made_by="envelope")
-
-
-def _report(
-    arguments: argparse.Namespace,
-    config: dict[str, Any],
-    rows: list[dict[str, Any]],
-    lines: list[str],
-    *,
-    made_by: str,
-) -> None:
-    if arguments.out:
-        from dprc.results import write_result
-
-        write_result(
-            arguments.out, config=config, metrics={"rows": rows}, privacy=None, made_by=made_by
-        )
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
-    if not (arguments.json or arguments.out):
-        print("\n".join(lines))
+    report_rows(arguments, config, rows, lines, made_by="envelope")

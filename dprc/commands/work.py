@@ -1,10 +1,9 @@
 """``dprc noise-by-work``: what clipping costs in noise, for equal operations of the norm pass."""
 
 import argparse
-import json
 from typing import Any
 
-from dprc.commands.options import counts
+from dprc.commands.options import add_output, add_run, counts, numbers, report_rows
 
 # Sketch and analysis of Hutchinson's estimator: the paper's, and the two that are tight.
 _HUTCHINSON = (("shared", "envelope"), ("shared", "tight"), ("per_sample", "tight"))
@@ -27,11 +26,8 @@ def add_parsers(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     add = parser.add_argument
     add("--epsilons", required=True, metavar="E,E", help="privacy budgets")
     add("--work", default="32,64,128", metavar="W,W", help="in probes (default: 32,64,128)")
-    add("--delta", type=float, required=True, metavar="D", help="in (0, 1)")
-    add("--sample-rate", type=float, required=True, metavar="Q", help="Poisson, in (0, 1]")
-    add("--steps", type=int, required=True, metavar="N", help="optimizer steps")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--out", metavar="FILE", help="write a result file")
+    add_run(parser)
+    add_output(parser)
     parser.set_defaults(run=_noise_by_work)
 
 
@@ -97,34 +93,13 @@ def _mechanism(
     }
 
 
-def _numbers(name: str, text: str) -> list[float]:
-    """Read numbers separated by commas."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name}: must be numbers separated by commas, got {text!r}") from None
-
-
 def _noise_by_work(arguments: argparse.Namespace) -> None:
-    epsilons = _numbers("--epsilons", arguments.epsilons)
+    epsilons = numbers("--epsilons", arguments.epsilons)
     work = counts("--work", arguments.work)
     run = {name: getattr(arguments, name) for name in ("delta", "sample_rate", "steps")}
     rows = noise_by_work(epsilons, work, **run)
-    if arguments.out:
-        from dprc.results import write_result
-
-        write_result(
-            arguments.out,
-            config={"epsilons": epsilons, "work": work, **run},
-            metrics={"rows": rows},
-            privacy=None,
-            made_by="calibration",
-        )
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
-    if not (arguments.json or arguments.out):
-        for row in rows:
-            print(_in_words(row))
+    config = {"epsilons": epsilons, "work": work, **run}
+    report_rows(arguments, config, rows, [_in_words(row) for row in rows], made_by="calibration")
 
 
 def _in_words(row: dict[str, Any]) -> str:

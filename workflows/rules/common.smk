@@ -5,8 +5,8 @@ import os
 from itertools import product
 from shlex import quote
 
+from dprc.provenance import code_hash, result_hash
 from workflows.captions import describe_files
-from workflows.code_hash import code_hash, result_hash
 from workflows.configuration import PACKAGED_MODELS, check_configuration
 
 check_configuration(config)
