@@ -1,5 +1,6 @@
 """The search for small-head laws: its integrals, its cells, and what it shipped."""
 
+import itertools
 import json
 from importlib import resources
 
@@ -170,3 +171,24 @@ def test_bounds_between_strikes_are_above_a_convex_function():
     assert rounding.max() < 1e-13
     rebuilt = np.maximum(fine[:, None] - ratios, 0.0) @ masses + at_zero * fine
     assert rebuilt == pytest.approx(noisy.at(fine), rel=1e-9, abs=1e-15)
+
+
+def test_equal_eigenvalues_are_not_the_worst_far_below_strike_one():
+    """A point off the diagonal is above the bounds of all cells that cover the diagonal."""
+    k, parts = 26, 128
+    far = (search.STRIKES > 0.12) & (search.STRIKES < 0.6)
+    ends = np.linspace(0.0, 0.5, parts + 1).tolist()
+    diagonal = np.max(
+        [
+            search.cell_puts(Cell((a, a), (b, b)), k, 48, far)[far]
+            for a, b in itertools.pairwise(ends)
+        ],
+        axis=0,
+    )
+    points = [(0.84, 0.09), (0.85, 0.08)]
+    attained = np.max(
+        [search.cell_puts(Cell(p, p), k, 96, side="lower")[far] for p in points], axis=0
+    )
+    assert np.all(attained > 2.0 * diagonal)
+    near = np.argmin(np.abs(search.STRIKES[far] - 0.5))
+    assert attained[near] == pytest.approx(21 * diagonal[near], rel=0.02)

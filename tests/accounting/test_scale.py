@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special
+from scipy import special, stats
 
 from dprc.accounting import ScaleLaw, combine_laws, scale_law
 from dprc.accounting.envelope import envelope_bins, envelope_cdf, middle_edge
+from dprc.accounting.puts import chi2_puts
 from tests.accounting import truth
 
 
@@ -31,6 +32,17 @@ def test_fewest_probes_govern_and_exact_layers_never_hurt():
 def test_impossible_laws_are_refused(kind, probes):
     with pytest.raises(ValueError, match=r"num_probes|kind"):
         ScaleLaw(kind, probes)
+
+
+def test_signs_for_gaussians_would_break_the_law_however_many_probes():
+    """For v = (1, 1)/√2 the ratio of ±1 probes is 2·Bin(k, ½)/k, which can be 0."""
+    k, strikes = 32, np.array([0.15, 0.2, 0.24, 0.3])
+    agreeing = np.arange(k + 1)
+    masses = stats.binom.pmf(agreeing, k, 0.5)
+    signs = np.maximum(strikes[:, None] - 2.0 * agreeing / k, 0.0) @ masses
+    ratios = signs / chi2_puts(strikes, k)
+    assert ratios[:2] == pytest.approx([58.0, 5.94], rel=0.01)
+    assert ratios[2] > 1.0 > ratios[3]
 
 
 @settings(derandomize=True, max_examples=20, deadline=None, database=None)
