@@ -1,4 +1,4 @@
-"""Does what was built install and work elsewhere? ``python scripts/check_dist.py dist``
+"""Whether what was built installs and works elsewhere: ``python scripts/check_dist.py dist``.
 
 Looks into the wheel, installs it into an environment of its own that borrows the packages of this
 one but not the checkout, and uses it from another folder. Ends with an error at the first thing
@@ -87,7 +87,7 @@ def check_use(wheel: Path, version: str, folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "env")}))
-    # Paths in a .pth file are searched; the .pth files in them, the checkout's for one, are not read.
+    # Paths in a .pth file are searched; .pth files in them, the checkout's for one, are not read.
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
