@@ -52,7 +52,7 @@ ONLY_PARSED = {
     "dprc simulate-memory --model llama-3.2-1b --tokens 4096 --out memory.json": "minutes",
     "dprc prepare-data --task billsum --source DIR --out data/billsum": "needs the hub's files",
     "dprc prepare-model --preset smollm2-135m --out models/smollm2": "writes half a gigabyte",
-    "dprc train --config papers.yaml --out runs/papers": "an hour",
+    "dprc train --config papers.yaml --out runs/papers": "hours, as it is",
 }
 # Pages whose blocks take more than a few seconds together; the fast set only checks them.
 SLOW_PAGES = {

@@ -54,12 +54,35 @@ def test_files_a_page_points_to_exist(page):
         assert (ROOT / target).exists(), target
 
 
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("w_jX_j", "w<sub>j</sub>X<sub>j</sub>"),
+        ("λ_{i+1}h_i/(λ_i²)", "λ<sub>i+1</sub>h<sub>i</sub>/(λ<sub>i</sub>²)"),
+        ("χ²_k/k, p̃_i", "χ²<sub>k</sub>/k, p̃<sub>i</sub>"),
+        ("max_{y≤λ_{i+1}}(y)", "max<sub>y≤λ<sub>i+1</sub></sub>(y)"),
+        ("Σ_{i<r} 1", "Σ<sub>i&lt;r</sub> 1"),
+        ("e^(ε−l_i)", "e<sup>ε−l<sub>i</sub></sup>"),
+        ("R^λ, e^{ε}·2", "R<sup>λ</sup>, e<sup>ε</sup>·2"),
+        ("[small_head.md](small_head.md)", "[small_head.md](small_head.md)"),
+        ("`w_j` per_sample", "`w_j` per_sample"),
+        ("```\nw_j\n```", "```\nw_j\n```"),
+    ],
+)
+def test_formulas_get_their_indices(text, shown):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="theory.md"))
+    assert load_script("site_formulas").on_page_markdown(text, page) == shown
+
+
 def test_links_out_of_docs_become_pages_of_the_site():
-    pytest.importorskip("mkdocs")
-    path = ROOT / "scripts" / "site_links.py"
-    spec = importlib.util.spec_from_file_location("site_links", path)
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+    hooks = load_script("site_links")
     text = "[a](../README.md#b) [c](../dprc/x.py) [d](theory.md)\n```\n[e](../f.md)\n```\n[g](#h)"
     page = SimpleNamespace(file=SimpleNamespace(src_uri="api/engine.md"))
     assert hooks.on_page_markdown("[a](../../README.md) [d](../theory.md)", page) == (
