@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import jsonschema
+import yaml
 from packaging.requirements import Requirement
 
 from dprc.cli import build_parser, main
@@ -39,6 +41,11 @@ class Block:
     @property
     def place(self):
         return f"{self.page}:{self.line}"
+
+    @property
+    def key(self):
+        """Name the block in lists of exceptions; a line may move, its first words hardly."""
+        return f"{self.page}: {self.text.splitlines()[0]}"
 
     @property
     def is_output(self):
@@ -109,6 +116,13 @@ def check_command(command):
             build_parser().parse_args(words)
         except SystemExit as stop:
             raise AssertionError(f"dprc does not understand: {command}") from stop
+    elif name == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        started = get_args_parser().parse_args(words)
+        inner = [started.training_script, *started.training_script_args]
+        own = started.module and inner[0] == "dprc"
+        check_command(shlex.join(inner if own else ["python", *["-m"] * started.module, *inner]))
     elif name == "make":
         subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     elif [name, *words[:1]] == ["pip", "install"]:
@@ -158,11 +172,12 @@ def run_dprc(command):
 
 
 def check_settings(block):
-    """Validate the settings of a run, or some of their top-level keys."""
-    import yaml
-
+    """Validate settings of a run, some of their top-level keys, or a part of a configuration."""
     raw = yaml.safe_load(block.text)
     assert isinstance(raw, dict), f"{block.place}: no settings"
+    if not set(raw) <= set(RunSettings.model_fields):
+        _check_configuration(block, raw)
+        return
     if {"task", "training"} <= set(raw):
         parse_settings(block.text, origin=block.place)
         return
@@ -175,9 +190,30 @@ def check_settings(block):
         "training": {"sample_rate": 0.1, "steps": 1, "learning_rate": 0.1},
         "seed": 0,
     }
-    assert set(raw) <= set(RunSettings.model_fields), f"{block.place}: {sorted(raw)}"
     kept = yaml.safe_dump({key: value for key, value in whole.items() if key not in raw})
     parse_settings(f"{kept}{block.text}", origin=block.place)
+
+
+def _check_configuration(block, raw):
+    """Ask the schema of the workflow's configuration, wherever it knows all these keys."""
+    schema = yaml.safe_load((ROOT / "workflows/schemas/config.schema.yaml").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    complaints = []
+    for place in _objects(schema):
+        if set(raw) <= set(place["properties"]):
+            # A part of a configuration: what is there is judged, what is missing is not.
+            part = {"properties": place["properties"], "$defs": schema["$defs"]}
+            complaints.append([e.message for e in validator.evolve(schema=part).iter_errors(raw)])
+    assert [] in complaints, f"{block.place}: no settings of a run or of the workflow: {complaints}"
+
+
+def _objects(schema):
+    """Yield the parts of a schema that describe an object with known keys."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("properties"), dict):
+            yield schema
+        for part in schema.values():
+            yield from _objects(part)
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -191,6 +227,7 @@ def check_block(block, illustrations):
         for command in commands(block):
             check_command(command)
     elif block.language == "console":
+        assert block.text.startswith("$ "), f"{block.place}: begins with no command"
         for command, _ in transcript(block):
             assert command.startswith("dprc "), f"{block.place}: only dprc is run: {command}"
             check_command(command)
@@ -199,8 +236,9 @@ def check_block(block, illustrations):
     elif block.is_output:
         assert block.follows == "python", f"{block.place}: the output of which block?"
     else:
-        known = (block.page, block.text.splitlines()[0]) in illustrations
-        assert known, f"{block.place}: no rule for a block of language {block.language!r}"
+        assert block.key in illustrations, (
+            f"{block.place}: no rule for a block of language {block.language!r}"
+        )
 
 
 def assert_prints(expected, printed, place):
@@ -228,11 +266,13 @@ def run_page(blocks, folder, *, not_run=()):
     Args:
         blocks: Of one page.
         folder: Where files go: an empty one, or with what the page says is there.
-        not_run: Commands that are only checked.
+        not_run: Commands, and keys of blocks, that are only checked.
     """
     namespace, printed = {"__name__": "__main__"}, ""
     with contextlib.chdir(folder), _environment():
         for block in blocks:
+            if block.key in not_run:
+                continue
             if block.language == "python":
                 caught = io.StringIO()
                 with contextlib.redirect_stdout(caught):

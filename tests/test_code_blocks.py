@@ -18,7 +18,6 @@ from tests.code_blocks import (
     assert_prints,
     blocks_of,
     check_block,
-    check_command,
     commands,
     pages,
     read_blocks,
@@ -28,12 +27,12 @@ from tests.code_blocks import (
 )
 
 PAGES = pages()
-# Blocks that show something else than code: (page, first line).
+# Blocks that show something else than code, as "page: first line".
 ILLUSTRATIONS = {
-    ("README.md", "dprc/             the library and the `dprc` command"),
-    ("docs/tasks.md", "words before | document | words after (with the question) | answer | end"),
+    "README.md: dprc/             the library and the `dprc` command",
+    "docs/tasks.md: words before | document | words after (with the question) | answer | end",
 }
-# Commands that are parsed and not run: what they need or take.
+# Commands, and Python blocks as "page: first line", that are parsed and not run: what they need.
 ONLY_PARSED = {
     "dprc audit --estimator hutchinson --sketch shared": "minutes; tests/test_audit.py is quicker",
     "dprc audit --estimator exact --sample-rate 0.2 --json": "minutes",
@@ -57,6 +56,7 @@ ONLY_PARSED = {
 # Pages whose blocks take more than a few seconds together; the fast set only checks them.
 SLOW_PAGES = {
     "docs/choosing.md",
+    "docs/guarantee.md",
     "docs/latency.md",
     "docs/profiling.md",
     "docs/tasks.md",
@@ -68,11 +68,6 @@ SLOW_PAGES = {
 SLOW_COMMANDS = {
     "dprc calibrate --epsilon 2 --delta 1e-5 --sample-rate 0.01 --steps 1000 --compare",
 }
-
-
-def blocks(page):
-    found = blocks_of(page)
-    return found, [c for block in found if block.language == "bash" for c in commands(block)]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -100,16 +95,17 @@ def test_slow_commands_of_fast_pages_run(command):
 
 
 def test_every_exception_is_needed():
-    named = [(page, *blocks(page)) for page in PAGES]
-    assert {*ONLY_PARSED, *SLOW_COMMANDS} <= {c for _, _, found in named for c in found}
+    found = [block for page in PAGES for block in blocks_of(page)]
+    named = {command for block in found if block.language == "bash" for command in commands(block)}
+    keys = {block.key for block in found}
+    assert set(ONLY_PARSED) <= named | keys
+    assert named >= SLOW_COMMANDS
+    assert keys >= ILLUSTRATIONS
     assert set(PAGES) >= SLOW_PAGES | set(BEFORE)
-    first_lines = {(page, b.text.splitlines()[0]) for page, found, _ in named for b in found}
-    assert first_lines >= ILLUSTRATIONS
 
 
 def test_the_folders_that_the_readme_lists_exist():
-    listing = next(b for b in blocks_of("README.md") if (b.page, b.text.splitlines()[0]) in
-                   ILLUSTRATIONS)  # fmt: skip
+    listing = next(block for block in blocks_of("README.md") if block.key in ILLUSTRATIONS)
     names = re.findall(r"^(\S+) ", listing.text, re.MULTILINE)
     assert len(names) > 5
     assert [name for name in names if name != "results/" and not (ROOT / name).exists()] == []
@@ -223,9 +219,14 @@ def test_a_block_that_is_not_closed_is_noticed():
         "```bash\n.venv/bin/pytset\n```",
         "```bash\n.venv/bin/pip install -r envs/none.lock\n```",
         "```bash\nrm -rf /\n```",
+        "```bash\ntorchrun --nproc-per-nod 2 -m dprc train --config a --out b\n```",
+        "```bash\ntorchrun --nproc-per-node 2 -m dprc train --confg a --out b\n```",
+        "```bash\ntorchrun none.py\n```",
         "```console\n$ make test\n```",
         "```yaml\ntaks: {}\n```",
         "```yaml\nprivacy: { epsilon: -1, delta: 1e-5, max_grad_norm: 1.0 }\n```",
+        "```yaml\nestimator: exact\nnum_probs: 32\n```",
+        "```yaml\nestimator: exakt\nnum_probes: 32\n```",
         '```text title="output"\n1\n```',
     ],
 )
@@ -274,4 +275,14 @@ def test_commands_are_joined_and_comments_dropped():
     assert commands(block) == ["make test", "dprc a --b 'c d'"]
     (block,) = page_of("```console\n$ dprc a\nx\n\n$ dprc b\n```")
     assert transcript(block) == [("dprc a", "x\n"), ("dprc b", "")]
-    check_command("make lint")
+
+
+def test_what_is_right_is_let_through():
+    for text in (
+        "```bash\nmake lint\ntorchrun --standalone -m dprc train --config a --out b --resume\n```",
+        "```bash\ntorchrun --nproc-per-node 2 scripts/gpu_checks.py --out a\n```",
+        "```yaml\nestimator: hutchpp\nnum_probes: 26\nhead_rank: 2\n```",
+        "```yaml\noutput: { log_every: 1 }\nseed: 3\n```",
+    ):
+        (block,) = page_of(text)
+        check_block(block, ILLUSTRATIONS)
