@@ -219,7 +219,7 @@ def test_a_block_that_is_not_closed_is_noticed():
         "```bash\n.venv/bin/pytset\n```",
         "```bash\n.venv/bin/pip install -r envs/none.lock\n```",
         "```bash\nrm -rf /\n```",
-        "```bash\ntorchrun --nproc-per-nod 2 -m dprc train --config a --out b\n```",
+        "```bash\ntorchrun --nproc-per-noed 2 -m dprc train --config a --out b\n```",
         "```bash\ntorchrun --nproc-per-node 2 -m dprc train --confg a --out b\n```",
         "```bash\ntorchrun none.py\n```",
         "```console\n$ make test\n```",
