@@ -10,7 +10,7 @@ CONFIGURATIONS := smoke default paper
 # The rules call `dprc` and `python`; the pip configuration of the machine is left alone.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup results smoke test test-all lint paper-dry-run report
+.PHONY: setup results smoke test test-all lint docs dist paper-dry-run report
 
 setup: $(STAMP)
 
@@ -40,6 +40,16 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/snakefmt --check Snakefile workflows
 	set -e; for name in $(CONFIGURATIONS); do $(BIN)/snakemake --configfile workflows/config/$$name.yaml --lint; done
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
+# setuptools would pack again what an earlier build wrote into dprc.egg-info.
+dist: $(STAMP)
+	rm -rf dist build dprc.egg-info
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python scripts/check_dist.py dist
 
 paper-dry-run: $(STAMP)
 	$(SNAKEMAKE) --configfile workflows/config/paper.yaml --dry-run --quiet rules -- results/all
