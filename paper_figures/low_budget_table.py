@@ -23,6 +23,7 @@ from paper_figures.style import METHODS, TASKS
 from paper_figures.utility_table import NOT_RUN, OurCells, runs_of
 
 EPSILON, TASK = 0.7, "bbc"
+_COLUMNS = {"noise_multiplier": "paper_noise", "accuracy": "paper_mean"}
 
 
 def low_budget_rows(
@@ -36,13 +37,12 @@ def low_budget_rows(
         paper: The paper's values.
     """
     published: dict[str, dict[str, float]] = {}
-    for row in paper[paper["where"] == "low-budget ablation"].itertuples(index=False):
-        method = utility_setting(row.method, row.setting).method
-        theirs = published.setdefault(method, {})
-        name = "paper_noise" if row.quantity == "noise_multiplier" else "paper_mean"
-        theirs[name] = row.value
-        if name == "paper_mean":
-            theirs["paper_std"] = row.std
+    theirs = paper[(paper["where"] == "low-budget ablation") & paper["quantity"].isin(_COLUMNS)]
+    for row in theirs.itertuples(index=False):
+        cells = published.setdefault(utility_setting(row.method, row.setting).method, {})
+        cells[_COLUMNS[row.quantity]] = row.value
+        if row.quantity == "accuracy":
+            cells["paper_std"] = row.std
     own = runs_of(summary, TASK, "full")
     own = own[own["epsilon"] == EPSILON].set_index("method")
     rows = []

@@ -19,8 +19,8 @@ from paper_figures.style import METHODS, TASKS
 
 PAPER_TASKS = ("bbc", "billsum", "hotpotqa")
 EPSILONS = (float("inf"), 9.0, 2.0)
-# The last one is ours; the paper has no such row.
-PRIVATE_METHODS = ("exact", "hutchinson_paper", "hutchinson")
+# The last two are ours; the paper has no such rows.
+PRIVATE_METHODS = ("exact", "hutchinson_paper", "hutchinson", "hutchpp_small_head")
 NOT_RUN = "not run here"
 
 
@@ -45,7 +45,7 @@ def utility_rows(summary: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
         paper: The paper's values.
 
     Returns:
-        A row for each task, budget and method of the main table, and for our variant; empty where
+        A row for each task, budget and method of the main table, and for our variants; empty where
         nobody ran it.
     """
     published = published_scores(paper).set_index(["task", "mode", "method", "epsilon"])
@@ -123,8 +123,8 @@ def _command(arguments: argparse.Namespace) -> None:
         _for_readers(rows),
         title="Test scores after full fine-tuning",
         note="Mean ± standard deviation over seeds. The paper trained Llama-3.2-1B on 4096 tokens;"
-        " an offline twin is a much smaller model on shorter texts, and no reproduction. The"
-        " per-sample sketch is ours: the paper has no such row.",
+        " an offline twin is a much smaller model on shorter texts, and no reproduction."
+        " Per-sample sketches and the small head are ours: the paper has no such rows.",
         source=runs_note(runs),
     )
 

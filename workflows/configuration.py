@@ -33,6 +33,13 @@ def check_configuration(config: Mapping[str, Any]) -> None:
         raise WorkflowError("\n".join(f"configuration: {line}" for line in lines))
 
 
+def chosen_epsilons(task: Mapping[str, Any], mode: str, method: str) -> list[float]:
+    """Give the budgets at which a private method trains on a task in a mode."""
+    epsilons: list[float] = task["modes"][mode].get("epsilons", task["privacy"]["epsilons"])
+    only = task["privacy"].get("epsilons_of", {}).get(method, epsilons)
+    return [epsilon for epsilon in epsilons if epsilon in only]
+
+
 def _explain(error: ValidationError) -> Iterator[str]:
     """Say what is wrong with one key in a line, its path first."""
     path = ".".join(str(part) for part in error.absolute_path)
@@ -70,6 +77,7 @@ def _undefined_names(config: Mapping[str, Any]) -> Iterator[str]:
     for task, settings in config["tasks"].items():
         if settings["model"] not in models:
             yield f"tasks.{task}.model: unknown model {settings['model']!r} ({_known(models)})"
+        yield from _idle_budgets(f"tasks.{task}", settings)
     error = config["norm_error"]
     if error["model"] not in (*PACKAGED_MODELS, *models):
         known = _known(dict.fromkeys((*PACKAGED_MODELS, *models)))
@@ -88,6 +96,17 @@ def _undefined_names(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"calibrations.{name}: a task has the same name"
     for name, method in methods.items():
         yield from _incomplete_method(f"methods.{name}", method)
+
+
+def _idle_budgets(where: str, task: Mapping[str, Any]) -> Iterator[str]:
+    """Find budgets of single methods that lead to no run."""
+    for method, epsilons in task["privacy"].get("epsilons_of", {}).items():
+        path = f"{where}.privacy.epsilons_of.{method}"
+        if method not in task["methods"]:
+            yield f"{path}: the task has no such method ({_known(dict.fromkeys(task['methods']))})"
+        for epsilon in epsilons:
+            if epsilon not in task["privacy"]["epsilons"]:
+                yield f"{path}: {epsilon:g} is none of {where}.privacy.epsilons"
 
 
 def _used_methods(where: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dprc import tasks
-from workflows.configuration import check_configuration
+from workflows.configuration import check_configuration, chosen_epsilons
 
 
 class Shape(NamedTuple):
@@ -77,7 +77,7 @@ def estimate_runs(config: Mapping[str, Any], device: Device = A100) -> list[Esti
             )
         for mode, changes in task["modes"].items():
             for method in changes.get("methods", task["methods"]):
-                budgets = changes.get("epsilons", task["privacy"]["epsilons"])
+                budgets = chosen_epsilons(task, mode, method)
                 private = config["methods"][method] is not None
                 seeds = changes.get("seeds", config["seeds"])
                 runs = len(list(product(budgets if private else [None], seeds)))

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from snakemake_interface_common.exceptions import WorkflowError
 
-from workflows.configuration import check_configuration
+from workflows.configuration import check_configuration, chosen_epsilons
 
 TASK = ("tasks", "bbc_offline")
 
@@ -43,6 +43,16 @@ def test_shipped_configurations_are_accepted(configuration, name):
         ((*TASK, "privacy", "delta"), 0, ["privacy.delta", "0 is less than or equal"]),
         ((*TASK, "privacy", "delta"), 1, ["privacy.delta", "1 is greater than or equal"]),
         ((*TASK, "privacy", "delta"), "1e-5", ["privacy.delta", "write 1.0e-5"]),
+        (
+            (*TASK, "privacy", "epsilons_of"),
+            {"exactly": [9]},
+            ["privacy.epsilons_of.exactly", "no such method", "known: nonprivate, exact"],
+        ),
+        (
+            (*TASK, "privacy", "epsilons_of"),
+            {"exact": [3]},
+            ["privacy.epsilons_of.exact", "3 is none of tasks.bbc_offline.privacy.epsilons"],
+        ),
         (("methods", "exact", "estimator"), "exactt", ["methods.exact.estimator", "'exactt'"]),
         (("tasks", "bcc"), {}, ["tasks", "'bcc'"]),
         ((*TASK, "methods"), ["hutchison"], ["unknown method 'hutchison'", "known: nonprivate"]),
@@ -111,3 +121,14 @@ def test_snakemake_refuses_an_unknown_key_in_one_line(project, configuration, tm
     (line,) = [line for line in done.stdout.splitlines() if "stepz" in line]
     assert line.startswith("configuration: tasks.bbc_offline.training: unknown key 'stepz'")
     assert "Traceback" not in done.stdout
+
+
+def test_a_method_may_run_at_some_budgets_only():
+    task = {
+        "privacy": {"epsilons": [0.7, 2, 9], "epsilons_of": {"hutchpp_paper": [0.7]}},
+        "modes": {"full": {}, "lora": {"epsilons": [2, 9]}},
+    }
+    assert chosen_epsilons(task, "full", "exact") == [0.7, 2, 9]
+    assert chosen_epsilons(task, "full", "hutchpp_paper") == [0.7]
+    assert chosen_epsilons(task, "lora", "exact") == [2, 9]
+    assert chosen_epsilons(task, "lora", "hutchpp_paper") == []

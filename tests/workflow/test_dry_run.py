@@ -31,8 +31,10 @@ def test_dry_run_imports_nothing_heavy(project, poisoned_imports):
     assert done.returncode == 0, done.stdout
     plan = read_plan(done.stdout)
     assert plan["prepare_dataset"] == 3
-    assert plan["calibrate_noise"] == 21 + 4
-    assert plan["train_model"] == 3 * (10 + 10 + 7 * 3)
+    # Four private methods at three, two and two budgets, Hutch++ at one; five at the low budget.
+    assert plan["calibrate_noise"] == 4 * (3 + 2 + 2) + 1 + 5
+    # Full fine-tuning of three tasks, LoRA of two with three private methods; three seeds.
+    assert plan["train_model"] == 3 * ((1 + 13) + (1 + 8) + (1 + 8) + (1 + 9) + (1 + 6))
     assert plan["profile_layer"] == 2 * 3
     assert plan["measure_norm_error"] == 1
     assert plan["audit_privacy"] == 5
@@ -57,10 +59,10 @@ def test_use_conda_finds_the_environment_of_every_rule(project, tmp_path):
     )
     assert done.returncode == 0, done.stdout
     plan = read_plan(done.stdout)
-    # five private methods at three budgets, one for each task on papers, four for the low budget;
-    # two seeds, LoRA with three methods, one run for each task on papers
-    assert plan["calibrate_noise"] == 5 * 3 + 2 + 4
-    assert plan["train_model"] == 2 * (1 + 5 * 3) + 3 + 2
+    # four private methods at three budgets and one at one, one for each task on papers, five for
+    # the low budget; two seeds, LoRA with three methods, one run for each task on papers
+    assert plan["calibrate_noise"] == 4 * 3 + 1 + 2 + 5
+    assert plan["train_model"] == 2 * (1 + 4 * 3 + 1) + 3 + 2
     assert plan["prepare_dataset"] == 3
     assert plan["prepare_model"] == 2
     assert plan["profile_layer"] == 2 * 2

@@ -32,7 +32,7 @@ def test_utility_has_three_tasks_at_two_budgets_with_ours_beside_the_papers():
         ("bbc_offline", "lora", "exact", 2.0, 50.0, 1.0),
     )
     rows = utility_rows(runs, load_paper_values(PAPER))
-    assert len(rows) == 3 * (1 + 2 * 3)
+    assert len(rows) == 3 * (1 + 2 * 4)
     assert rows["task"].drop_duplicates().tolist() == ["bbc", "billsum", "hotpotqa"]
     table = rows.set_index(["task", "epsilon", "method"])
     exact = table.loc[("bbc", 9.0, "exact")]
@@ -92,6 +92,8 @@ def test_low_budget_joins_noise_and_accuracy_of_each_method(tmp_path):
     assert rows.index.tolist() == ["exact", "hutchinson_paper", "hutchpp_paper"]
     empty = low_budget_rows({}, summary(), load_paper_values(PAPER))
     assert empty["method"].tolist() == rows.index.tolist()  # the paper's rows stay
+    assert rows["paper_mean"].tolist() == [67.07, 64.29, 70.59]
+    assert rows["paper_std"].tolist() == [5.26, 6.77, 3.49]
     head = rows.loc["hutchpp_paper"]
     assert head[["paper_noise", "our_noise", "paper_mean", "our_mean"]].tolist() == [
         4.354,

@@ -7,7 +7,11 @@ from shlex import quote
 
 from dprc.provenance import code_hash, result_hash
 from workflows.captions import describe_files
-from workflows.configuration import PACKAGED_MODELS, check_configuration
+from workflows.configuration import (
+    PACKAGED_MODELS,
+    check_configuration,
+    chosen_epsilons,
+)
 
 check_configuration(config)
 
@@ -121,16 +125,15 @@ def training_runs():
     runs = []
     for task, settings in config["tasks"].items():
         for mode, changes in settings["modes"].items():
-            privacy = {
-                "epsilons": changes.get("epsilons", settings["privacy"]["epsilons"])
-            }
             for method, seed in product(
                 changes.get("methods", settings["methods"]),
                 changes.get("seeds", config["seeds"]),
             ):
                 runs += [
                     (task, mode, method, epsilon, seed)
-                    for epsilon in epsilon_names(privacy, method)
+                    for epsilon in epsilon_names(
+                        {"epsilons": chosen_epsilons(settings, mode, method)}, method
+                    )
                 ]
     return runs
 
