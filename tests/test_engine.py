@@ -460,6 +460,29 @@ class TestState:
         with pytest.raises(dprc.PrivacyError, match=r"noise_multiplier was 1.0 .* is 2.0 here"):
             other.load_state_dict(saved)
 
+    @pytest.mark.parametrize("name", [*dprc.estimators.names(), "auto", "own"])
+    def test_a_state_is_known_again_whatever_the_estimator(self, name):
+        class Own(dprc.estimators.Exact):
+            """An estimator of a user's, without a text of its own."""
+
+        def make():
+            chosen = {
+                "own": {"estimator": Own()},
+                "auto": {"estimator": "auto", "max_tokens": 9},
+            }
+            return make_engine(zoo.build("llama"), **chosen.get(name, {"estimator": name}))
+
+        first, second = make(), make()
+        first.step()
+        second.load_state_dict(first.state_dict())
+        assert second.accountant.steps == 1
+
+    def test_another_estimator_is_refused(self):
+        saved = make_engine(zoo.build("llama"), estimator="exact").state_dict()
+        other = make_engine(zoo.build("llama"), estimator="ghost")
+        with pytest.raises(dprc.PrivacyError, match=r"estimator was 'Exact\(\)' .* is 'Ghost\(\)'"):
+            other.load_state_dict(saved)
+
     def test_going_back_would_repeat_noise_and_is_refused(self):
         engine = make_engine(zoo.build("llama"), noise_multiplier=1.0)
         saved = engine.state_dict()

@@ -119,6 +119,7 @@ VARIANTS = {
         training__optimizer="sgd",
         training__momentum=0.9,
     ),
+    "exact": runs.settings(method={"estimator": "exact"}),
     "plain": runs.plain(),
 }
 

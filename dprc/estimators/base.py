@@ -121,6 +121,11 @@ class Estimator(ABC):
     name: ClassVar[str]
     randomized: ClassVar[bool] = False
 
+    def __repr__(self) -> str:
+        """Name the estimator and its options: a saved run is compared by this text."""
+        options = (f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({', '.join(options)})"
+
     @abstractmethod
     def begin(
         self, rows: int, columns: int, *, batch: int, source: SketchSource | None = None
