@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -10,6 +11,11 @@ from dprc import estimators
 from dprc.accounting import validate
 from dprc.errors import PrivacyError
 from dprc.estimators import Estimator
+
+_Chosen = TypeVar("_Chosen", bound=str | Estimator)
+
+# The work of 32 probes, a third of their noise or less.
+_DEFAULT_ESTIMATOR = ("hutchpp", 26, 2)
 
 
 def clipping_bound(value: object, noise_multiplier: float) -> float:
@@ -43,6 +49,21 @@ def randomized_name(estimator: str, head_rank: int | None) -> str:
     if estimator != "auto":
         return estimator
     return "hutchinson" if head_rank is None else "hutchpp"
+
+
+def with_defaults(
+    estimator: _Chosen | None, num_probes: int | None, head_rank: int | None, analysis: str
+) -> tuple[_Chosen | str, int, int | None]:
+    """Return estimator, probes and head, those left out filled in.
+
+    Where only probes are given, or the paper's analysis, the estimator is the paper's.
+    """
+    if estimator is None and num_probes is None and head_rank is None and analysis != "envelope":
+        return _DEFAULT_ESTIMATOR
+    probes = 32 if num_probes is None else num_probes
+    if estimator is None:
+        return "hutchinson" if head_rank is None else "hutchpp", probes, head_rank
+    return estimator, probes, head_rank
 
 
 def chosen_estimator(

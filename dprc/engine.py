@@ -36,12 +36,14 @@ class PrivacyEngine:
             ``num_probes``, ``sketch`` and ``head_rank`` stay at their defaults). A randomized one
             is used where the parameter is a matrix wider than its probes; the rest is exact.
             ``"auto"`` takes, for each parameter, the cheapest of exact, ghost and hutchinson, or
-            hutchpp if ``head_rank`` is given.
-        num_probes: Probes k of a randomized estimator; of the tail of ``"hutchpp"``.
+            hutchpp if ``head_rank`` is given. None is ``"hutchpp"`` with 26 probes and a head of
+            rank 2; but ``"hutchinson"`` if ``num_probes`` or the paper's analysis is asked for.
+        num_probes: Probes k of a randomized estimator; of the tail of ``"hutchpp"``. None: 32.
         sketch: ``"per_sample"``, or ``"shared"`` as in the paper.
         head_rank: Rank of the head of ``"hutchpp"``; with 2, and 26 probes, clipping costs the
             work of 32 probes and hardly more noise than exact norms. A parameter that is used
-            several times takes so many more probes instead that the same law holds.
+            several times takes so many more probes instead that the same law holds. None with
+            ``"hutchpp"`` by name: as many as probes, as in the paper.
         schedule: ``"two_pass"``, or ``"book_keeping"``, which keeps activations and gradients of
             all layers and saves the second backward pass.
         analysis: ``"tight"``, or ``"envelope"`` as in the paper (``shared`` only).
@@ -87,8 +89,8 @@ class PrivacyEngine:
         noise_multiplier: float,
         sample_rate: float,
         expected_batch_size: float,
-        estimator: str | Estimator = "hutchinson",
-        num_probes: int = 32,
+        estimator: str | Estimator | None = None,
+        num_probes: int | None = None,
         sketch: str = "per_sample",
         head_rank: int | None = None,
         schedule: str = "two_pass",
@@ -106,7 +108,8 @@ class PrivacyEngine:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.schedule, self.analysis = schedule, analysis
         declared = arguments.declared_tokens(estimator, max_tokens)
-        self.estimator = arguments.chosen_estimator(estimator, num_probes, sketch, head_rank)
+        name, probes, head = arguments.with_defaults(estimator, num_probes, head_rank, analysis)
+        self.estimator = arguments.chosen_estimator(name, probes, sketch, head)
         self.sketch: str = getattr(self.estimator, "sketch", sketch)
 
         self.model, self.optimizer = model, optimizer
@@ -148,8 +151,8 @@ class PrivacyEngine:
         delta: float,
         steps: int,
         sample_rate: float,
-        estimator: str = "hutchinson",
-        num_probes: int = 32,
+        estimator: str | None = None,
+        num_probes: int | None = None,
         sketch: str = "per_sample",
         head_rank: int | None = None,
         analysis: str = "tight",
@@ -164,7 +167,7 @@ class PrivacyEngine:
             delta: Target, in (0, 1).
             steps: Optimizer steps; one more raises PrivacyError.
             sample_rate: As for the class, as are all that follow.
-            estimator: A name.
+            estimator: A name, or None, as for the class.
             num_probes: Probes k.
             sketch: ``"per_sample"`` or ``"shared"``.
             head_rank: Rank of the head of ``"hutchpp"``.
@@ -176,15 +179,16 @@ class PrivacyEngine:
         """
         if "noise_multiplier" in others:
             raise ValueError("noise_multiplier: is computed from epsilon here; leave it out")
+        name, probes, head = arguments.with_defaults(estimator, num_probes, head_rank, analysis)
         clipping: dict[str, Any] = {
-            "estimator": estimator,
-            "num_probes": num_probes,
+            "estimator": name,
+            "num_probes": probes,
             "sketch": sketch,
-            "head_rank": head_rank,
+            "head_rank": head,
             "analysis": analysis,
         }
         # What "auto" may choose has no worse law than the randomized estimator among it.
-        charged = clipping | {"estimator": arguments.randomized_name(estimator, head_rank)}
+        charged = clipping | {"estimator": arguments.randomized_name(name, head)}
         target: dict[str, Any] = {
             "epsilon": epsilon,
             "delta": delta,

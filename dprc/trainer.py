@@ -65,8 +65,8 @@ class PrivacyArguments:
     delta: float
     epsilon: float | None = None
     noise_multiplier: float | None = None
-    estimator: str = "hutchinson"
-    num_probes: int = 32
+    estimator: str | None = None
+    num_probes: int | None = None
     sketch: str = "per_sample"
     head_rank: int | None = None
     schedule: str = "two_pass"

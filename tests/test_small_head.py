@@ -8,7 +8,7 @@ import torch
 from scipy import optimize, stats
 
 import dprc
-from dprc import losses
+from dprc import estimators, losses
 from dprc.accounting.small_head import load_table
 from dprc.estimators import Use
 from dprc.estimators.hutchpp import HutchPlusPlus, _HeadAndTail
@@ -279,3 +279,40 @@ class TestModel:
         assert calibrated.noise_multiplier == dprc.accounting.noise_multiplier(
             **target, **SMALL_HEAD
         )
+
+
+@pytest.mark.filterwarnings("ignore:privacy_seed")
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, SMALL_HEAD),
+        ({"sketch": "shared"}, {**SMALL_HEAD, "sketch": "shared"}),
+        ({"num_probes": 64}, {"estimator": "hutchinson", "num_probes": 64}),
+        (
+            {"sketch": "shared", "analysis": "envelope"},
+            {"estimator": "hutchinson", "num_probes": 32, "sketch": "shared"},
+        ),
+        ({"num_probes": 42, "head_rank": 2}, {**SMALL_HEAD, "num_probes": 42}),
+        ({"estimator": "hutchinson"}, {"estimator": "hutchinson", "num_probes": 32}),
+        ({"estimator": "hutchpp"}, {"estimator": "hutchpp", "num_probes": 32}),
+        ({"estimator": "exact"}, {"estimator": "exact"}),
+    ],
+)
+def test_what_is_left_out_is_a_small_head_unless_probes_or_the_papers_analysis_say_otherwise(
+    options, chosen
+):
+    model = torch.nn.Linear(96, 80)  # wider than any probes here
+    run = {"sample_rate": 0.1, "max_grad_norm": 1.0, "expected_batch_size": 1, "privacy_seed": 0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = dprc.PrivacyEngine(model, optimizer, noise_multiplier=1.0, **run, **options)
+    name = chosen["estimator"]
+    wanted = {key: value for key, value in chosen.items() if key != "estimator"}
+    assert repr(engine.estimator) == repr(estimators.get(name, **wanted))
+    engine.detach()
+    target = {"epsilon": 2.0, "delta": 1e-5, "steps": 5}
+    run["analysis"] = options.get("analysis", "tight")
+    calibrated = dprc.PrivacyEngine.with_epsilon(model, optimizer, **target, **(run | options))
+    assert repr(calibrated.estimator) == repr(engine.estimator)
+    assert calibrated.noise_multiplier == dprc.accounting.noise_multiplier(
+        **target, sample_rate=0.1, analysis=run["analysis"], **chosen
+    )
