@@ -112,10 +112,10 @@ class TestAgainstBruteForce:
         ("name", "estimator", "sketch"),
         [
             ("llama_tied", "hutchinson", "shared"),
-            ("llama_tied", "hutchinson", "per_sample"),
-            ("gpt2", "hutchinson", "shared"),
-            ("gpt2", "hutchinson", "per_sample"),
-            ("llama_tied", "small head", "shared"),
+            pytest.param("llama_tied", "hutchinson", "per_sample", marks=pytest.mark.slow),
+            pytest.param("gpt2", "hutchinson", "shared", marks=pytest.mark.slow),
+            pytest.param("gpt2", "hutchinson", "per_sample", marks=pytest.mark.slow),
+            pytest.param("llama_tied", "small head", "shared", marks=pytest.mark.slow),
             ("gpt2", "small head", "per_sample"),
         ],
     )
@@ -339,6 +339,7 @@ class TestSurroundings:
             results.append(released_sum(engine, backward))
         assert_same(results[1], results[0], rtol=1e-12)
 
+    @pytest.mark.slow
     def test_a_compiled_model_is_right(self):
         model, inputs = zoo.build("llama"), zoo.batch()
         truth = per_sample_gradients(model, zoo.losses(model, inputs))
@@ -810,6 +811,7 @@ class TestLawOfTheScale:
         assert stats.kstest(sample, stats.chi2(self.K).cdf).pvalue > 1e-3
         assert stats.kstest(sample, stats.chi2(self.K - 2).cdf).pvalue < 1e-6
 
+    @pytest.mark.slow
     def test_per_sample_ratios_are_uncorrelated_across_samples_and_micro_batches(self):
         ratios = self.ratios("per_sample", 4, steps=800)
         correlation = torch.corrcoef(ratios.T) - torch.eye(32).double()

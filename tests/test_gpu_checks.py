@@ -37,6 +37,7 @@ def test_layers_are_profiled_with_every_estimator_and_both_dtypes(script):
     assert found["not_exclusive_because"] == []
 
 
+@pytest.mark.slow
 def test_training_compares_norms_and_notices_a_wrong_one(script, monkeypatch):
     sizes = {"tokens": 24, "repeats": 1, "hidden_size": 64, "chosen": ("exact", "hutchinson")}
     rows = {row["mode"]: row for row in script.take_steps(CPU, **sizes)["rows"]}

@@ -88,6 +88,7 @@ class TestHead:
 
 
 class TestFit:
+    @pytest.mark.slow
     def test_the_largest_batch_that_fits_is_taken(self):
         roomy = plan()["peaks"]
         limit = roomy["book_keeping"]["peak_bytes"] - 1

@@ -13,6 +13,7 @@ def rows_of(path):
     return json.loads(path.read_text())["metrics"]["rows"]
 
 
+@pytest.mark.slow
 def test_a_sweep_holds_every_budget_probe_count_and_analysis(tmp_path):
     path = tmp_path / "noise.json"
     words = ["--epsilons", "2,9", "--num-probes", "32", "--delta", "1e-5"]

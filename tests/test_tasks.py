@@ -91,6 +91,7 @@ class TaskContract:
         assert len(set(test)) == len(test)
         assert not set(train) & set(test)
 
+    @pytest.mark.slow
     def test_no_two_documents_are_almost_equal(self, dataset):
         # All pairs that share a sequence of five words, by dictionaries and exact fractions.
         everything = dataset.train + dataset.test

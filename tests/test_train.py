@@ -114,6 +114,7 @@ class TestARun:
         right = right == batch["labels"]
         assert float(right.float().mean()) == pytest.approx(metrics["test_accuracy"])
 
+    @pytest.mark.slow
     def test_same_seeds_same_numbers_and_others_otherwise(self, prepared, tmp_path):
         def losses_of(name, **changes):
             train(settings(prepared, **changes), tmp_path / name)
@@ -170,6 +171,7 @@ class TestRefusals:
 
 
 class TestParts:
+    @pytest.mark.slow
     def test_padding_changes_no_prediction(self, prepared):
         model, tokenizer = load_classifier(prepared / "model", 5, seed=0)
         model.eval()

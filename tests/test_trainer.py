@@ -1,8 +1,6 @@
 """PrivateTrainer: the engine's result, through everything that Trainer does around it."""
 
 import math
-import re
-from pathlib import Path
 
 import datasets
 import pytest
@@ -398,14 +396,6 @@ class TestRefusals:
         rows = [row | {"labels": 0.5} for row in classified()]
         with pytest.raises(ValueError, match="losses_fn: labels of shape"):
             private(tmp_path, rows=rows).train()
-
-
-def test_the_guide_runs(tmp_path, monkeypatch, capsys):
-    guide = Path(__file__).parent.parent / "docs" / "trainer.md"
-    (block,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, guide.name, "exec"), {})
-    assert 0 < float(capsys.readouterr().out.splitlines()[-1]) <= 3.0
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ RUN = {"delta": 1e-5, "sample_rate": 0.05, "steps": 100}
 WORDS = ["noise-by-work", "--delta", "1e-5", "--sample-rate", "0.05", "--steps", "100"]
 
 
+@pytest.mark.slow
 def test_every_mechanism_of_equal_work_and_no_dearer_head(tmp_path):
     out = tmp_path / "noise.json"
     assert main([*WORDS, "--epsilons", "4", "--work", "32", "--out", str(out)]) == 0

@@ -173,6 +173,7 @@ def test_bounds_between_strikes_are_above_a_convex_function():
     assert rebuilt == pytest.approx(noisy.at(fine), rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.slow
 def test_equal_eigenvalues_are_not_the_worst_far_below_strike_one():
     """A point off the diagonal is above the bounds of all cells that cover the diagonal."""
     k, parts = 26, 128
