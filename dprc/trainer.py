@@ -204,11 +204,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             collate_fn = self._get_collator_with_removed_columns(collate_fn, "training")
 
         def draw(_: list[int]) -> LogicalBatch:
-            step, indices = self._engine().begin_logical_batch(dataset)
+            share = self._engine().begin_logical_batch(dataset, self._max_physical_batch)
             return LogicalBatch(
                 dataset,
-                indices,
-                step=step,
+                share,
                 max_physical_batch=self._max_physical_batch,
                 collate_fn=collate_fn,
             )
