@@ -107,7 +107,7 @@ class ClippedSum:
         totals = self.totals
         clipped, excluded = self._counted
         new = self._processes.summed((self.clipped - clipped, self.excluded - excluded))
-        self.clipped, self.excluded = clipped + new[0], excluded + new[1]
+        self.clipped, self.excluded = clipped + int(new[0]), excluded + int(new[1])
         self.forget()
         return totals
 

@@ -15,20 +15,18 @@ from dprc.schedules import Totals
 _Value = TypeVar("_Value")
 
 
-class Processes(Protocol):
+class Job(Protocol):
     """The processes of one job, as one of them sees them.
 
-    All but ``rank``, ``world_size`` and ``in_step`` is to be called by all processes alike.
+    What is not an attribute is to be called by all processes alike.
 
     Attributes:
         rank: Which of them this is, from 0.
         world_size: How many there are.
-        in_step: Whether all must go through the model equally often, since it takes all of them.
     """
 
     rank: int
     world_size: int
-    in_step: bool
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse, in all processes, what is not the same in all.
@@ -40,11 +38,27 @@ class Processes(Protocol):
     def from_first(self, value: _Value) -> _Value:
         """Return what process 0 has."""
 
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Return sums over the processes."""
+
+    def led(self, action_fn: Callable[[], _Value]) -> _Value:
+        """Let process 0 act; return what comes of it, or raise its error, in all."""
+
+    def check_dataset(self, dataset: Any, facts: Mapping[str, object]) -> None:
+        """Refuse a dataset that is not the same, and whole, in all processes."""
+
+
+class Processes(Job, Protocol):
+    """The processes of a job that train one model together.
+
+    Attributes:
+        in_step: Whether all must go through the model equally often, since it takes all of them.
+    """
+
+    in_step: bool
+
     def any_in_step(self, flag: bool) -> bool:
         """Whether any process has it, where all go in step; else whether this one has it."""
-
-    def summed(self, counts: Sequence[int]) -> list[int]:
-        """Return sums over the processes."""
 
     def check(self, model: nn.Module, schedule: str) -> None:
         """Refuse a model that these processes do not train together.
@@ -52,9 +66,6 @@ class Processes(Protocol):
         Raises:
             PrivacyError: Another model, another form of parallelism, or another schedule.
         """
-
-    def check_dataset(self, dataset: Any, facts: Mapping[str, object]) -> None:
-        """Refuse a dataset that is not the same, and whole, in all processes."""
 
     def make_totals(self, parameters: Sequence[torch.Tensor]) -> Totals:
         """Return the empty sums of a logical batch."""
@@ -73,6 +84,12 @@ class Processes(Protocol):
     def rest(self) -> None:
         """Bring the parameters into the form in which the optimizer knows them."""
 
+    def whole(self, value: Any) -> Any:
+        """Return a tensor with the rows of all processes, in process 0; what is whole as it is."""
+
+    def own(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a whole tensor, in the form of another one."""
+
 
 class OneProcess:
     """A job of one process, which has nobody to ask."""
@@ -90,9 +107,21 @@ class OneProcess:
         """Return the flag."""
         return flag
 
-    def summed(self, counts: Sequence[int]) -> list[int]:
-        """Return the counts."""
-        return list(counts)
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Return the numbers."""
+        return list(numbers)
+
+    def led(self, action_fn: Callable[[], _Value]) -> _Value:
+        """Act."""
+        return action_fn()
+
+    def whole(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def own(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        return value
 
     def check(self, model: nn.Module, schedule: str) -> None:
         """Refuse a model that is wrapped, or sharded, for several processes."""

@@ -226,12 +226,14 @@ class PlainSampler:
 
     Attributes:
         next_step: Index of the step whose samples are drawn next; to be set to go on with a run.
+        share: What was drawn last.
     """
 
     def __init__(
         self, stream: Stream, sample_rate: float, processes: Processes | None = None
     ) -> None:
         self._stream, self._sample_rate, self.next_step = stream, sample_rate, 0
+        self.share: Share | None = None
         self._processes: Processes = processes or OneProcess()
 
     def begin_logical_batch(self, dataset: MapDataset, max_physical_batch: int) -> Share:
@@ -241,4 +243,6 @@ class PlainSampler:
         drawn = poisson_indices(
             self._stream, size=len(dataset), sample_rate=self._sample_rate, step=step
         )
-        return deal(drawn, self._processes, step=step, max_physical_batch=max_physical_batch)
+        options: dict[str, int] = {"step": step, "max_physical_batch": max_physical_batch}
+        self.share = deal(drawn, self._processes, **options)
+        return self.share

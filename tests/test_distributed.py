@@ -1,12 +1,7 @@
 """One training on several processes: the same sums, noise once, and refusals in all of them."""
 
 import math
-import os
-import signal
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +10,7 @@ from torch.nn import functional as F
 
 import dprc
 import dprc.processes
-from dprc.distributed import Replicated, Sharded, replicate, shard
+from dprc.distributed import replicate, shard
 from dprc.distributed.replication import ReplicatedTotals
 from dprc.losses import causal_lm_loss
 from dprc.noise import Stream

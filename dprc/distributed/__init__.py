@@ -18,8 +18,9 @@ Example:
         dprc.distributed.stop()
 """
 
+from dprc.distributed.group import Group
 from dprc.distributed.replication import Replicated, replicate
 from dprc.distributed.sharding import Sharded, shard
 from dprc.distributed.starting import start, stop
 
-__all__ = ["Replicated", "Sharded", "replicate", "shard", "start", "stop"]
+__all__ = ["Group", "Replicated", "Sharded", "replicate", "shard", "start", "stop"]

@@ -1,7 +1,7 @@
 """What the processes of a job say to each other, apart from sums of gradients."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -43,11 +43,12 @@ class Group:
             values = [each.get(name, "missing") for each in everyone]
             for rank, value in enumerate(values):
                 if value != values[0]:
-                    raise PrivacyError(
+                    error = PrivacyError(
                         f"{name}: differs between processes"
                         f"{_difference(name, values[0], value, rank)}. Start all processes with "
                         "the same settings, model and data."
                     )
+                    raise self._told(error)
 
     def from_first(self, value: _Value) -> _Value:
         """Return what process 0 has."""
@@ -56,13 +57,35 @@ class Group:
         result: _Value = values[0]
         return result
 
-    def summed(self, counts: Sequence[int]) -> list[int]:
+    def summed(self, numbers: Sequence[float]) -> list[float]:
         """Return sums over the processes."""
-        return self._reduced(counts, distributed.ReduceOp.SUM)
+        return self._reduced(numbers, distributed.ReduceOp.SUM)
 
-    def largest(self, counts: Sequence[int]) -> list[int]:
+    def largest(self, numbers: Sequence[float]) -> list[float]:
         """Return maxima over the processes."""
-        return self._reduced(counts, distributed.ReduceOp.MAX)
+        return self._reduced(numbers, distributed.ReduceOp.MAX)
+
+    def led(self, action_fn: Callable[[], _Value]) -> _Value:
+        """Let process 0 act; return what comes of it, or raise its error, in all."""
+        answer: tuple[Any, Exception | None] = (None, None)
+        if self.rank == 0:
+            try:
+                answer = (action_fn(), None)
+            except Exception as error:
+                answer = (None, error)
+        value, failed = self.from_first(answer)
+        if failed is not None:
+            raise self._told(failed)
+        result: _Value = value
+        return result
+
+    def whole(self, value: Any) -> Any:
+        """Return the value, which is whole."""
+        return value
+
+    def own(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, which is for this process as it is."""
+        return value
 
     def check_dataset(self, dataset: Any, facts: Mapping[str, object]) -> None:
         """Refuse a dataset that is not the same, and whole, in all processes.
@@ -81,23 +104,30 @@ class Group:
         try:
             self.agree({"number of items": size, **items})
         except PrivacyError as error:
-            raise PrivacyError(
+            refusal = PrivacyError(
                 f"dataset: {error} Give each process the whole dataset: the loader deals out "
                 "shares itself, so a dataset split by rank would be split twice."
-            ) from None
+            )
+            raise self._told(refusal) from None
         self.agree(facts)
+
+    def _told(self, error: Exception) -> Exception:
+        """Mark an error that all processes have, so that one of them is enough to print it."""
+        error.told_by_another = self.rank > 0  # type: ignore[attr-defined]
+        return error
 
     def _gather(self, value: _Value) -> list[_Value]:
         values: list[Any] = [None] * self.world_size
         distributed.all_gather_object(values, value)
         return values
 
-    def _reduced(self, counts: Sequence[int], how: Any) -> list[int]:
+    def _reduced(self, numbers: Sequence[float], how: Any) -> list[float]:
         backend = distributed.get_backend()
         device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
-        numbers = torch.tensor(list(counts), dtype=torch.int64, device=device)
-        distributed.all_reduce(numbers, op=how)
-        result: list[int] = numbers.tolist()
+        # Counts are exact in it, up to 2**53.
+        values = torch.tensor(list(numbers), dtype=torch.float64, device=device)
+        distributed.all_reduce(values, op=how)
+        result: list[float] = values.tolist()
         return result
 
 

@@ -102,7 +102,21 @@ class Sharded(Group):
 
     def any_in_step(self, flag: bool) -> bool:
         """Whether any process has the flag."""
-        return self.largest([int(flag)])[0] > 0
+        return self.largest([flag])[0] > 0
+
+    def whole(self, value: Any) -> Any:
+        """Gather the rows of all processes, on the CPU of process 0; others get no rows."""
+        if not isinstance(value, DTensor):
+            return value
+        gathered = value.full_tensor()
+        return gathered.cpu() if self.rank == 0 else gathered.new_empty(0)
+
+    def own(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return this process's rows of a whole tensor."""
+        if not isinstance(like, DTensor):
+            return value
+        first, rows = own_rows(like.shape, self.rank, self.world_size)
+        return sharded_like(like, value[first : first + rows].to(like.device))
 
     def check(self, model: nn.Module, schedule: str) -> None:
         """Refuse another model, another kind of sharding, or the schedule that keeps everything."""
@@ -209,21 +223,31 @@ class ShardedTotals(Totals):
     def part(self, parameter: int) -> tuple[int, torch.Size]:
         """Return which rows ``pop`` gives."""
         shape = self._sharded[parameter].shape
-        first_row = min(self._group.rank * -(-shape[0] // self._group.world_size), shape[0])
-        return first_row * shape[1:].numel(), shape
+        first, _ = own_rows(shape, self._group.rank, self._group.world_size)
+        return first * shape[1:].numel(), shape
 
     def as_gradient(self, parameter: int, value: torch.Tensor) -> torch.Tensor:
         """Return rows in the form of a sharded parameter's ``.grad``."""
-        like = self._sharded[parameter]
-        gradient: torch.Tensor = DTensor.from_local(
-            value,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-        return gradient
+        return sharded_like(self._sharded[parameter], value)
+
+
+def own_rows(shape: torch.Size, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the first row of a process, and how many it has: the last ones may have none."""
+    each = -(-shape[0] // world_size)
+    first = min(rank * each, shape[0])
+    return first, min(each, shape[0] - first)
+
+
+def sharded_like(like: DTensor, rows: torch.Tensor) -> DTensor:
+    """Return a tensor that is laid out as another one, of the rows of each process."""
+    return DTensor.from_local(
+        rows,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def refuse_other_sharding(name: str, parameter: torch.Tensor, world_size: int) -> None:
