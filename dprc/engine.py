@@ -346,15 +346,16 @@ class PrivacyEngine:
             TypeError: The dataset cannot be indexed.
             ValueError: A count below 1.
         """
-        facts = {"steps": steps, "max_physical_batch": max_physical_batch}
-        self._processes.check_dataset(dataset, facts)
-        return PoissonLoader(
+        loader = PoissonLoader(
             dataset,
             self,
             steps=steps,
             max_physical_batch=max_physical_batch,
             collate_fn=collate_fn,
         )
+        facts = {"steps": steps, "max_physical_batch": max_physical_batch}
+        self._processes.check_dataset(dataset, facts)
+        return loader
 
     def begin_logical_batch(self, dataset: MapDataset, max_physical_batch: int) -> Share:
         """Draw the samples of the next step; called by the loader, once for each step.

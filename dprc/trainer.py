@@ -390,7 +390,8 @@ def _refuse(args: TrainingArguments, others: Mapping[str, Any]) -> None:
     if args.world_size > 1 or args.n_gpu > 1:
         raise ValueError(
             f"args.world_size={args.world_size}, args.n_gpu={args.n_gpu}: PrivateTrainer is for "
-            "one process and one device"
+            "one process and one device; on several, use PrivacyEngine with dprc.distributed, or "
+            "dprc train under torchrun"
         )
     if getattr(args, "fsdp", None):
         raise ValueError("args.fsdp: PrivateTrainer is for one process; leave it out")

@@ -79,15 +79,16 @@ class PlainUpdate:
 
     def loader(self, workload: Workload, *, steps: int, max_physical_batch: int) -> PoissonLoader:
         """Return the logical batches of the next steps."""
-        facts = {"steps": steps, "max_physical_batch": max_physical_batch}
-        self._processes.check_dataset(workload.train, facts)
-        return PoissonLoader(
+        loader = PoissonLoader(
             workload.train,
             self._sampler,
             steps=steps,
             max_physical_batch=max_physical_batch,
             collate_fn=workload.train.collate,
         )
+        facts = {"steps": steps, "max_physical_batch": max_physical_batch}
+        self._processes.check_dataset(workload.train, facts)
+        return loader
 
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradient of the sum over the expected batch size."""

@@ -588,7 +588,7 @@ def hybrid():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Linear(4, 2)
+    model = seeded(nn.Linear, 4, 2)
     processes = shard(model)
     other = nn.Linear(4, 2)
     fully_shard(other, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")))
@@ -622,7 +622,7 @@ def added_after_sharding():
 
 
 def shared_between_parts():
-    model = Stack(Block, Block)
+    model = seeded(Stack, Block, Block)
     model.blocks[1].up.weight = model.blocks[0].up.weight
     shard(model)
 
