@@ -71,8 +71,8 @@ def train(
         run draws the same noise for the same samples of the same data. Checkpoints, and whatever
         is named ``nonprivate``, are not covered.
     """
-    check_target(settings)
     job = parallel.this_job()
+    job.led(lambda: check_target(settings))
     told: Reporter = reporter or Reporters(())
     if settings.output.tensorboard and job.rank == 0:
         told = Reporters((told, TensorBoard(folder / "tensorboard")))
