@@ -1,4 +1,7 @@
-"""A training run on several processes: which they are, and what they do beside training."""
+"""A training run on several processes: which they are, and what they do beside training.
+
+``dprc.distributed`` is loaded only where there are several.
+"""
 
 import hashlib
 import os
@@ -9,23 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from dprc import distributed
 from dprc.processes import Job, OneProcess, Processes, number_of_processes
 from dprc.settings import RunSettings
 from dprc.workload import prepare_workload
 
 
-def started_by_torchrun() -> bool:
-    """Whether torchrun started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
+def started_as_one_of_several() -> bool:
+    """Whether the environment says so, as torchrun does."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @contextmanager
 def joined_job() -> Iterator[bool]:
-    """Join the processes that torchrun started; whether this is the one that reports."""
-    if not started_by_torchrun():
+    """Join the processes that torchrun started; whether this is the one that reports.
+
+    Raises:
+        ValueError: There are several, and not torchrun but something else started them.
+    """
+    if not started_as_one_of_several():
         yield True
         return
+    from dprc import distributed
+
     distributed.start()
     yield torch.distributed.get_rank() == 0
     distributed.stop()  # not after an error: others may wait for this process, and see it end
@@ -33,7 +41,11 @@ def joined_job() -> Iterator[bool]:
 
 def this_job() -> Job:
     """Return the processes of this job, before they train a model together."""
-    return distributed.Group() if number_of_processes() > 1 else OneProcess()
+    if number_of_processes() == 1:
+        return OneProcess()
+    from dprc import distributed
+
+    return distributed.Group()
 
 
 def join(model: nn.Module, strategy: str) -> Processes:
@@ -50,6 +62,8 @@ def join(model: nn.Module, strategy: str) -> Processes:
         model.to(torch.device("cuda", torch.cuda.current_device()))
     if number_of_processes() == 1:
         return OneProcess()
+    from dprc import distributed
+
     return distributed.shard(model) if strategy == "shard" else distributed.replicate(model)
 
 

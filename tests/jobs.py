@@ -99,3 +99,15 @@ def job_of(world_size, folder):
         yield job
     finally:
         job.stop()
+
+
+@contextmanager
+def alone_in_a_job(backend, folder):
+    """Let this process be a job of one."""
+    torch.distributed.init_process_group(
+        backend, init_method=f"file://{folder}/alone", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -5,18 +5,21 @@ import warnings
 
 import pytest
 import torch
+import yaml
 from torch import distributed, nn
 from torch.nn import functional as F
 
 import dprc
 import dprc.processes
-from dprc.distributed import replicate, shard
+from dprc.cli import main
+from dprc.distributed import replicate, shard, start
 from dprc.distributed.replication import ReplicatedTotals
 from dprc.losses import causal_lm_loss
 from dprc.noise import Stream
 from dprc.processes import OneProcess
 from dprc.sampling import LogicalBatch, deal
-from tests.jobs import job_of
+from tests import runs
+from tests.jobs import alone_in_a_job, job_of
 from tests.tiny import causal_lm
 
 WAYS = ("replicate", "shard")
@@ -114,9 +117,11 @@ class Rows:
 
 
 def losses_of(model, batch):
+    device = next(model.parameters()).device
     if isinstance(batch, dict):
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
         return causal_lm_loss(model, batch, chunk_tokens=4)
-    x, labels = batch
+    x, labels = (tensor.to(device) for tensor in batch)
     logits = model(x)
     return F.cross_entropy(logits.mean(1), labels, reduction="none")
 
@@ -159,9 +164,9 @@ def take_steps(model, engine, data, *, steps, max_physical_batch=3):
         engine.step()
 
 
-def trained(way, kind, steps=3, count=14, param_dtype=None, changes=()):
+def trained(way, kind, steps=3, count=14, param_dtype=None, changes=(), device="cpu"):
     """Train; give parameters and what the engine says of itself."""
-    model = MODELS[kind]()
+    model = MODELS[kind]().to(device)
     if kind == "recomputed":
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -251,6 +256,24 @@ def test_wrappers_that_add_up_raw_gradients_are_refused_in_one_process_too():
         make_engine(nn.DataParallel(nn.Linear(3, 2)), None)
 
 
+def test_processes_that_torchrun_did_not_start_are_refused(monkeypatch, tmp_path, capsys):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="no RANK; start the processes with `torchrun"):
+        start()
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(runs.settings().model_dump()))
+    assert main(["train", "--config", str(file), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "start the processes with `torchrun" in line
+
+
+def test_a_job_needs_a_process_group():
+    with pytest.raises(dprc.PrivacyError, match=r"dprc.distributed.start\(\) first"):
+        replicate(nn.Linear(2, 2))
+
+
 # --- the same training as in one process ----------------------------------------------------------
 
 
@@ -275,6 +298,15 @@ def test_three_processes_learn_what_one_does(three, way):
     for parameters, told in three.ask(trained, way, "blocks"):
         assert_close(parameters, expected)
         assert told["clipped"] == said["clipped"] > 0
+
+
+@several
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_of_one_process_learns_what_no_job_does(way, tmp_path):
+    expected, _ = trained("alone", "tied")
+    with alone_in_a_job("gloo", tmp_path):
+        parameters, _ = trained(way, "tied")
+    assert_close(parameters, expected)
 
 
 @several

@@ -198,19 +198,21 @@ class ShardedTotals(Totals):
 
     def reduce(self, parameters: Sequence[int]) -> None:
         """Add up over processes what there is of some parameters, and keep this one's rows."""
-        for parameter in parameters:
-            like = self._sharded[parameter]
-            own = _reduce_scattered(super().pop(parameter), self._group.world_size)
-            own = own[: like.to_local().shape[0]]
+        totals = [super(ShardedTotals, self).pop(parameter) for parameter in parameters]
+        shares = _reduce_scattered(totals, self._group.world_size) if totals else []
+        for parameter, share in zip(parameters, shares, strict=True):
+            own = share[: self._sharded[parameter].to_local().shape[0]]
             if parameter in self._own:
                 self._own[parameter] += own
             else:
-                self._own[parameter] = own.clone()  # without the rows of padding
+                self._own[parameter] = own.clone()  # alone, without the rows of padding
 
     def finish_batch(self) -> None:
         """Add up what no part's border has: all processes alike, whoever has some."""
         there = [int(number in self._totals) for number in range(len(self._sharded))]
-        self.reduce([n for n, any_has in enumerate(self._group.largest(there)) if any_has])
+        for parameter, any_has in enumerate(self._group.largest(there)):
+            if any_has:  # one by one: an embedding is large enough alone
+                self.reduce([parameter])
 
     def pop(self, parameter: int) -> torch.Tensor:
         """Take this process's rows of a parameter's sum over all processes out."""
@@ -285,17 +287,25 @@ def _whole_without_memory(parameter: DTensor) -> torch.Tensor:
     return parameter.to_local().new_zeros(()).expand(parameter.shape)
 
 
-def _reduce_scattered(total: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Sum over processes; return this one's rows, with rows of zeros behind the last ones."""
-    rows = -(-total.shape[0] // world_size)
-    padding = rows * world_size - total.shape[0]
-    if padding:
-        total = torch.cat([total, total.new_zeros(padding, *total.shape[1:])])
-    own = total.new_empty(rows, *total.shape[1:])
+def _reduce_scattered(totals: Sequence[torch.Tensor], world_size: int) -> list[torch.Tensor]:
+    """Sum over processes, all at once; return this one's rows of each, zeros behind the last."""
+    if len({total.dtype for total in totals}) > 1:
+        return [own for total in totals for own in _reduce_scattered([total], world_size)]
+    shapes, cut = [], []
+    for total in totals:
+        rows = -(-total.shape[0] // world_size)
+        padding = rows * world_size - total.shape[0]
+        if padding:
+            total = torch.cat([total, total.new_zeros(padding, *total.shape[1:])])
+        shapes.append((rows, *total.shape[1:]))
+        cut.append(total.reshape(world_size, -1))  # a line for each process
+    lines = cut[0] if len(cut) == 1 else torch.cat(cut, dim=1)
+    own = lines.new_empty(lines.shape[1])
     # Newer versions of torch have another name for it.
     scatter = getattr(distributed, "reduce_scatter_single", None)
-    (scatter or distributed.reduce_scatter_tensor)(own, total.contiguous())
-    return own
+    (scatter or distributed.reduce_scatter_tensor)(own, lines.reshape(-1))
+    each = torch.split(own, [line.shape[1] for line in cut])
+    return [rows.view(shape) for rows, shape in zip(each, shapes, strict=True)]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
