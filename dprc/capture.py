@@ -228,8 +228,9 @@ class Capture:
                 )
 
     def indices(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """Return the indices of trained parameters."""
-        return [self._index[id(parameter)] for parameter in parameters]
+        """Return the indices of those parameters that are trained."""
+        known = (self._index.get(id(parameter)) for parameter in parameters)
+        return [index for index in known if index is not None]
 
     def refuse_gradients(self) -> None:
         """Refuse gradients that a sharded model formed itself, past the hooks of its parameters."""

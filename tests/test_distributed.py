@@ -13,6 +13,7 @@ import dprc
 import dprc.processes
 from dprc.cli import main
 from dprc.distributed import replicate, shard, start
+from dprc.distributed.group import digest
 from dprc.distributed.replication import ReplicatedTotals
 from dprc.losses import causal_lm_loss
 from dprc.noise import Stream
@@ -267,6 +268,17 @@ def test_processes_that_torchrun_did_not_start_are_refused(monkeypatch, tmp_path
     assert main(["train", "--config", str(file), "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "start the processes with `torchrun" in line
+
+
+def test_items_are_compared_by_what_is_the_same_in_every_process():
+    class Opaque:
+        """Written with its address."""
+
+    item = {"ids": torch.arange(3), "name": "a", "more": [Opaque(), 1.5]}
+    same = {"ids": torch.arange(3), "name": "a", "more": [Opaque(), 1.5]}
+    assert digest(item) == digest(same)
+    for change in ({"ids": torch.arange(3) + 1}, {"name": "b"}, {"more": [Opaque(), 2.5]}):
+        assert digest(item) != digest(item | change)
 
 
 def test_a_job_needs_a_process_group():

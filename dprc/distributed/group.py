@@ -167,7 +167,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def digest(item: Any) -> str:
-    """Return a hash of an item of a dataset: tensors, arrays and plain values, nested."""
+    """Return a hash of an item of a dataset: tensors, arrays and plain values, nested.
+
+    Of anything else the type alone, for it may be written in another way in each process.
+    """
     leaves, structure = tree_flatten(item)
     hashed = hashlib.sha256(str(structure).encode())
     for leaf in leaves:
@@ -175,5 +178,7 @@ def digest(item: Any) -> str:
             leaf = (str(leaf.dtype), tuple(leaf.shape), checksum(leaf))
         elif hasattr(leaf, "tobytes"):
             leaf = leaf.tobytes()
+        elif not isinstance(leaf, (str, bytes, int, float, type(None))):
+            leaf = type(leaf).__name__
         hashed.update(repr(leaf).encode())
     return hashed.hexdigest()[:16]
