@@ -1,8 +1,8 @@
 """What a ``PrivacyEngine`` accepts; the messages name the argument, its value and the way out."""
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,24 @@ def clipping_bound(value: object, noise_multiplier: float) -> float:
     if number <= 0:
         raise ValueError(f"max_grad_norm must be above 0, got {value!r}")
     return number
+
+
+def batch_size(value: object) -> float:
+    """Return expected_batch_size: positive."""
+    number = validate.real("expected_batch_size", value)
+    if number <= 0:
+        raise ValueError(f"expected_batch_size must be above 0, got {value!r}")
+    return number
+
+
+def check_state(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Refuse a saved state of another mechanism or other parameters."""
+    for name, value in mine.items():
+        if saved.get(name) != value:
+            raise PrivacyError(
+                f"load_state_dict: {name} was {saved.get(name)!r} where the state was saved and is "
+                f"{value!r} here. Make the engine with the same arguments."
+            )
 
 
 def declared_tokens(estimator: object, max_tokens: int | None) -> int | None:
@@ -117,13 +135,6 @@ def check_unchanged(
         raise PrivacyError(
             "optimizer: holds other parameters than when the engine took it. Make a new engine."
         )
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        processes = torch.distributed.get_world_size()
-        if processes > 1:
-            raise PrivacyError(
-                f"torch.distributed: runs {processes} processes, whose sums are not added up here. "
-                "Train in one process."
-            )
 
 
 def check_losses(losses: object) -> None:

@@ -8,7 +8,7 @@ capture does not see would get an ordinary gradient: a hook on each parameter re
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dprc.coupling import refuse_coupling, refuse_parts
 from dprc.errors import PrivacyError
 from dprc.graph import make_anchor
 from dprc.sites import (
@@ -28,6 +29,7 @@ from dprc.sites import (
     Site,
     make_site,
     retyped,
+    weight_of,
 )
 
 
@@ -97,7 +99,7 @@ class _SharedWeight(torch.Tensor):
     operation sees the parameter itself, so that its gradient is refused rather than lost.
     """
 
-    _parameter: nn.Parameter
+    _module: nn.Module
     _linear: LinearSite
     _look_up: EmbeddingSite
     _capture: "Capture"
@@ -108,18 +110,20 @@ class _SharedWeight(torch.Tensor):
         weight = args[1] if len(args) > 1 and isinstance(args[1], cls) else None
         if weight is not None and func is F.linear and not kwargs:
             with torch._C.DisableTorchFunctionSubclass():
-                output = F.linear(args[0], weight._parameter.detach(), *args[2:])
+                output = F.linear(args[0], weight_of(weight._module), *args[2:])
                 return weight._capture.tap(output, args[0], weight._linear)
         if weight is not None and func is F.embedding:
             with torch._C.DisableTorchFunctionSubclass():
-                return weight._look_up.look_up(args[0], weight._parameter, weight._capture)
+                value = weight_of(weight._module)
+                return weight._look_up.look_up(args[0], value, weight._capture)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_unwrapped(args), **_unwrapped(kwargs))
 
 
 def _unwrapped(value: Any) -> Any:
     if isinstance(value, _SharedWeight):
-        return value.__dict__["_parameter"]
+        # Looked up each time: a sharded module has another tensor while it is gathered.
+        return value.__dict__["_module"]._parameters["weight"]
     if isinstance(value, (tuple, list)):
         return type(value)(_unwrapped(item) for item in value)
     if isinstance(value, dict):
@@ -223,6 +227,17 @@ class Capture:
                     "the training without noise. Switch the statistics off."
                 )
 
+    def indices(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Return the indices of those parameters that are trained."""
+        known = (self._index.get(id(parameter)) for parameter in parameters)
+        return [index for index in known if index is not None]
+
+    def refuse_gradients(self) -> None:
+        """Refuse gradients that a sharded model formed itself, past the hooks of its parameters."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None:
+                _refuse_gradient(name)(parameter)
+
     # --- called by captured forwards --------------------------------------------------------------
 
     def tap(
@@ -298,7 +313,7 @@ class Capture:
     def _patch_all(self) -> None:
         modules = dict(self.model.named_modules())
         for path, module in modules.items():
-            _refuse_coupling(path, module)
+            refuse_coupling(path, module)
         sites: dict[str, Site] = {}
         loops: set[str] = set()
         for path, module in modules.items():
@@ -362,6 +377,7 @@ class Capture:
         }
 
     def _loop_site(self, path: str, module: nn.Module) -> LoopSite:
+        refuse_parts(path, module)
         owners = tuple(
             (inner, name, index)
             for inner in module.modules()
@@ -381,7 +397,7 @@ class Capture:
         shared = retyped(weight.detach(), _SharedWeight)
         common = (f"{site.path}.weight used elsewhere", self.receiver, site.weight, None)
         shared.__dict__.update(
-            _parameter=weight,
+            _module=module,
             _linear=LinearSite(*common),
             _look_up=EmbeddingSite(*common),
             _capture=self,
@@ -448,36 +464,3 @@ def _refuse_gradient(name: str) -> Callable[[torch.Tensor], None]:
         )
 
     return refuse
-
-
-def _refuse_coupling(path: str, module: nn.Module) -> None:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        raise PrivacyError(
-            f"{path} ({type(module).__name__}): batch normalisation mixes the samples of a batch, "
-            "so that no per-sample clipping bounds one sample's influence. Replace it by "
-            "GroupNorm or LayerNorm."
-        )
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-        raise PrivacyError(
-            f"{path} ({type(module).__name__}): running statistics leave the training without "
-            "noise. Set track_running_stats=False."
-        )
-    if getattr(module, "max_norm", None) is not None and isinstance(
-        module, (nn.Embedding, nn.EmbeddingBag)
-    ):
-        raise PrivacyError(
-            f"{path or 'model'}: max_norm={module.max_norm} rewrites the weight of whatever rows "
-            "the batch looks up, without noise. Set it to None."
-        )
-    if path.endswith("relative_attention_bias") and any(
-        p.requires_grad for p in module.parameters()
-    ):
-        raise PrivacyError(
-            f"{path}.weight: one table of relative positions serves all samples at once, so its "
-            "per-sample gradient is not seen. Freeze it with requires_grad_(False)."
-        )
-    if getattr(getattr(module, "config", None), "output_router_logits", False):
-        raise PrivacyError(
-            f"{path or 'model'}: config.output_router_logits adds a load-balancing loss over the "
-            "whole batch, which couples samples. Set it to False."
-        )

@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int | None = parsed.run(parsed)
     except (ValueError, TypeError, PrivacyError, OSError, ImportError) as error:
         # Bad input is told in one line; a defect of ours keeps its traceback.
+        if getattr(error, "told_by_another", False):  # process 0 of a job prints it
+            return 2
         line = " ".join(str(error).split())
         print(f"dprc {parsed.command}: error: {line}", file=sys.stderr)
         return 2

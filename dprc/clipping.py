@@ -1,7 +1,7 @@
 """From the losses of a micro-batch to the clipped sum of a logical batch's gradients."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from dprc.errors import PrivacyError
 from dprc.estimators import Estimator
 from dprc.planning import NormPlan
 from dprc.precision import model_slack, slack_of, work_dtype
+from dprc.processes import OneProcess, Processes
 from dprc.schedules import IndependencePass, NormPass, Pass, TotalPass, Totals
 from dprc.sketch import SketchSource
 
@@ -32,6 +33,7 @@ class ClippedSum:
         schedule: ``"two_pass"`` or ``"book_keeping"``.
         declared_tokens: As for ``NormPlan``.
         max_grad_norm: C, bound on each sample's norm.
+        processes: Those that share the samples; None for this one alone.
 
     Attributes:
         capture: Of the model.
@@ -39,8 +41,9 @@ class ClippedSum:
         samples: Samples in the sum of the logical batch under way.
         squared_norms: (B,) of the last micro-batch; None before the first.
         by_parameter: The same for each used parameter, by its index.
-        clipped: Samples clipped since construction.
-        excluded: Samples left out since construction.
+        clipped: Samples clipped since construction; of all processes, but of the logical batch
+            under way only those of this one.
+        excluded: Samples left out since construction, likewise.
 
     Raises:
         PrivacyError: A parameter or module that cannot be protected.
@@ -55,7 +58,9 @@ class ClippedSum:
         schedule: str,
         declared_tokens: int | None,
         max_grad_norm: float,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes: Processes = processes or OneProcess()
         self._model, self._two_pass = model, schedule == "two_pass"
         self._max_grad_norm = max_grad_norm
         self._pass: Pass | None = None
@@ -70,9 +75,11 @@ class ClippedSum:
         self.squared_norms: torch.Tensor | None = None
         self.by_parameter: dict[int, torch.Tensor] = {}
         self.clipped = self.excluded = 0
+        self._counted = (0, 0)  # of both, what all processes know of
         self.capture = Capture(model, self)
         try:
             self.plan = NormPlan(self.capture, estimator, declared_tokens)
+            self._processes.attach(self._left)
         except BaseException:
             self.capture.detach()
             raise
@@ -81,7 +88,8 @@ class ClippedSum:
     def totals(self) -> Totals:
         """The sums so far; empty ones where the logical batch has no sample yet."""
         if self._totals is None:
-            self._totals = Totals([parameter.detach() for parameter in self.capture.parameters])
+            parameters = [parameter.detach() for parameter in self.capture.parameters]
+            self._totals = self._processes.make_totals(parameters)
         return self._totals
 
     @property
@@ -97,13 +105,22 @@ class ClippedSum:
     def take(self) -> Totals:
         """Return the sums of the logical batch, and begin the next."""
         totals = self.totals
+        clipped, excluded = self._counted
+        new = self._processes.summed((self.clipped - clipped, self.excluded - excluded))
+        self.clipped, self.excluded = clipped + int(new[0]), excluded + int(new[1])
         self.forget()
         return totals
 
     def forget(self) -> None:
         """Drop what was summed of the logical batch under way."""
         self._totals, self.samples, self._incomplete = None, 0, False
+        self._counted = (self.clipped, self.excluded)
         self.capture.end_of_batch()
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        self.capture.detach()
+        self._processes.detach()
 
     def refuse_incomplete(self) -> None:
         """Refuse to go on from a sum that holds parts of samples.
@@ -118,12 +135,14 @@ class ClippedSum:
                 "with load_state_dict()."
             )
 
-    def add(self, losses: torch.Tensor, source: SketchSource) -> None:
+    def add(self, losses: torch.Tensor, source: SketchSource, *, idle: bool = False) -> None:
         """Clip the gradient of each sample of a micro-batch and add it to the sum.
 
         Args:
             losses: (B,), B > 0.
             source: Of the sketches of this micro-batch.
+            idle: Only go through the model as often as the other processes do: nothing of these
+                samples is added or counted.
 
         Raises:
             PrivacyError: Losses that are not those of the samples at hand, or that depend on other
@@ -131,7 +150,7 @@ class ClippedSum:
         """
         self._batch = losses.shape[0]
         self._check_batch()
-        if not self.independence_checked and self._batch > 1:
+        if not self.independence_checked and self._processes.any_in_step(self._batch > 1):
             self._check_independence(losses)
         self._slack = max(self._slack, slack_of(losses.dtype), model_slack(self._model))
         start: torch.Tensor | GradientEdge = losses
@@ -144,7 +163,11 @@ class ClippedSum:
                 start, seeds = edge, torch.autograd.grad(losses, edge, seeds)[0]
                 norms.keep = False
             torch.autograd.backward(start, seeds, retain_graph=self._two_pass)
-        factors, excluded = self._clip(losses.detach(), norms.per_parameter())
+        if idle:
+            factors = torch.zeros_like(losses.detach(), dtype=work_dtype(losses.dtype))
+            excluded = torch.ones_like(factors, dtype=torch.bool)
+        else:
+            factors, excluded = self._clip(losses.detach(), norms.per_parameter())
         # From here on the samples are partly in the sum: taking them again would count them twice.
         self._incomplete = True
         weights = factors.to(losses.dtype)
@@ -156,8 +179,11 @@ class ClippedSum:
                 by_sample = zero_rows(self.by_sample("model", seeds), excluded)
                 weighted = scale_rows(by_sample, factors).to(seeds.dtype)
                 torch.autograd.backward(start, weighted.view_as(seeds))
+        self.totals.finish_batch()
+        if self._processes.in_step:
+            self.capture.refuse_gradients()
         self._incomplete = False
-        self.samples += self._batch
+        self.samples += 0 if idle else self._batch
         self.capture.end_of_batch()
 
     # --- called by captured modules ---------------------------------------------------------------
@@ -194,6 +220,11 @@ class ClippedSum:
 
     # --- internals --------------------------------------------------------------------------------
 
+    def _left(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up over processes the sums of a part of the model that is gone through."""
+        if isinstance(self._pass, TotalPass):
+            self.totals.reduce(self.capture.indices(parameters))
+
     def _check_batch(self) -> None:
         self.capture.check_buffers()
         seen = self.capture.batches
@@ -224,7 +255,8 @@ class ClippedSum:
                     "that normalises or clamps gradients does that: remove it, or use "
                     'schedule="book_keeping".'
                 )
-        self.independence_checked = seen  # a sample without labels shows nothing: check again
+        # A sample without labels shows nothing: check again.
+        self.independence_checked = self._processes.any_in_step(seen and self._batch > 1)
 
     def _follow(self, losses: torch.Tensor, sample: int, weight: float) -> float:
         """Follow a sample's weighted loss alone; return the squared size of its gradients."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from dprc.graph import delivers, is_anchor, keeps_little
+from dprc.graph import delivers, is_anchor, is_border, keeps_little
 
 # Layers above the cut whose factors are kept, as book-keeping would: the head.
 KEPT_LAYERS = 1
@@ -64,7 +64,7 @@ def find_cut(losses: torch.Tensor, leading: tuple[int, ...]) -> Cut | None:
         if len(reached) == 1 and node is not start:
             found = _cut(node, outputs[node], leading, above) or found
         kept += delivers(node) and not keeps_little(node)
-        if kept > KEPT_LAYERS or _runs_backward_inside(node):
+        if kept > KEPT_LAYERS or is_border(node) or _runs_backward_inside(node):
             break
         reached.remove(node)
         above.append(node.name())

@@ -12,7 +12,15 @@ from dprc.clipping import ClippedSum
 from dprc.errors import PrivacyError
 from dprc.estimators import Estimator
 from dprc.noise import RandomStreams, add_gaussian_noise_
-from dprc.sampling import MapDataset, PoissonLoader, poisson_indices
+from dprc.processes import Processes, joined, refuse_unknown
+from dprc.sampling import (
+    MapDataset,
+    PoissonLoader,
+    Share,
+    deal,
+    poisson_indices,
+    refuse_out_of_step,
+)
 from dprc.sketch import SketchSource
 
 SCHEDULES = ("two_pass", "book_keeping")
@@ -52,10 +60,14 @@ class PrivacyEngine:
             the clipping of all others.
         privacy_seed: None takes randomness from the operating system. An int repeats a run, warns,
             and makes ``releasable`` False.
+        processes: Of ``dprc.distributed.replicate`` or ``shard``, where several processes train
+            one model: each takes a share of every logical batch, and all numbers here are those
+            of the whole job. None where this is the only one.
 
     Raises:
         PrivacyError: A parameter or module that cannot be protected; an optimizer with other
-            parameters than the trained ones; infinite max_grad_norm with noise.
+            parameters than the trained ones; infinite max_grad_norm with noise; several processes
+            that do not know of each other, or that were given different arguments.
         ValueError: A number out of range or an unknown name.
         TypeError: A value of the wrong type.
 
@@ -97,13 +109,13 @@ class PrivacyEngine:
         analysis: str = "tight",
         max_tokens: int | None = None,
         privacy_seed: int | None = None,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes = joined(processes, model, arguments=locals())
         self.noise_multiplier = validate.noise_multiplier(noise_multiplier, allow_zero=True)
         self.sample_rate = validate.sample_rate(sample_rate)
         self._max_grad_norm = arguments.clipping_bound(max_grad_norm, self.noise_multiplier)
-        self.expected_batch_size = validate.real("expected_batch_size", expected_batch_size)
-        if self.expected_batch_size <= 0:
-            raise ValueError(f"expected_batch_size must be above 0, got {expected_batch_size!r}")
+        self.expected_batch_size = arguments.batch_size(expected_batch_size)
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.schedule, self.analysis = schedule, analysis
@@ -121,6 +133,7 @@ class PrivacyEngine:
             schedule=schedule,
             declared_tokens=declared,
             max_grad_norm=self.max_grad_norm,
+            processes=self._processes,
         )
         self._capture, self._plan = self._sum.capture, self._sum.plan
         try:
@@ -128,14 +141,15 @@ class PrivacyEngine:
             validate.sketch_and_analysis(self.sketch, analysis, self.law)
             if self.noise_multiplier > 0:
                 self.law.require_private()
-            self._streams = RandomStreams.from_seed(privacy_seed)
+            keys = RandomStreams.from_seed(privacy_seed).state_dict()
+            self._streams = RandomStreams.from_state_dict(self._processes.from_first(keys))
         except BaseException:
-            self._capture.detach()
+            self._sum.detach()
             raise
         self.accountant = accounting.Accountant()
         self._max_steps: int | None = None
         self._step_index = 0  # keys noise, sketches and samples: never repeats
-        self._announced: int | None = None  # samples of the loader's logical batch under way
+        self._share: Share | None = None  # of the loader's logical batch under way
         self._has_loader = False
         self._sampled_by_loader = True
         self._stepping = False
@@ -229,20 +243,23 @@ class PrivacyEngine:
         if losses.shape[0] == 0:
             self._capture.end_of_batch()
             return
-        arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
-        together = self._sum.samples + losses.shape[0]
-        if self._announced is not None and together > self._announced:
-            raise PrivacyError(
-                f"losses: the logical batch has {self._announced} samples, and this makes "
-                f"{together}. Give each sample to backward() once."
-            )
+        refuse_unknown(self._processes.world_size)
+        if self._processes.in_step:
+            refuse_out_of_step(self._share)
+        else:  # a sharded model is gathered now; step() looks at it
+            arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
+        samples, ranks = self._sum.samples, self._processes.world_size
+        idle = self._share is not None and self._share.is_over(samples, losses.shape[0])
         source = SketchSource(
             self._streams.sketch,
             self.sketch,
             step=self._step_index,
-            first_sample=self._sum.samples,
+            first_sample=samples * ranks + self._processes.rank,
+            stride=ranks,
         )
-        self._sum.add(losses, source)
+        self._sum.add(losses, source, idle=idle)
+        if self._share is not None and idle:
+            self._share = self._share._replace(idle=self._share.idle - 1)
 
     def step(self) -> None:
         """Add noise once, divide by the expected batch size, step the optimizer, account.
@@ -258,15 +275,19 @@ class PrivacyEngine:
                 f"step: noise was calibrated for {self._max_steps} steps, and all are taken. "
                 "Calibrate for more, or stop here."
             )
-        if self._has_loader and self._announced is None:
+        if self._has_loader and self._share is None:
             raise PrivacyError(
                 "step: there is no new logical batch. Take exactly one step for each logical batch "
                 "of poisson_loader."
             )
+        refuse_unknown(self._processes.world_size)
+        if self._processes.in_step:
+            refuse_out_of_step(self._share, taken=self._sum.samples)
+        self._processes.rest()
         arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
-        self._sampled_by_loader &= self._announced is not None
+        self._sampled_by_loader &= self._share is not None
         totals, index = self._sum.take(), self._step_index
-        self._step_index, self._announced = index + 1, None
+        self._step_index, self._share = index + 1, None
         self.optimizer.zero_grad(set_to_none=True)
         # Accounted before anything leaves the engine: a failing optimizer has seen the gradient.
         self.accountant.step(
@@ -286,8 +307,10 @@ class PrivacyEngine:
                         stream=self._streams.noise,
                         step=index,
                         parameter=number,
+                        part=totals.part(number),
                     )
-                parameter.grad = total.div_(self.expected_batch_size).to(parameter.dtype)
+                mean = total.div_(self.expected_batch_size).to(parameter.dtype)
+                parameter.grad = totals.as_gradient(number, mean)
         self._stepping = True
         try:
             self.optimizer.step()
@@ -327,33 +350,35 @@ class PrivacyEngine:
             TypeError: The dataset cannot be indexed.
             ValueError: A count below 1.
         """
-        return PoissonLoader(
+        loader = PoissonLoader(
             dataset,
             self,
             steps=steps,
             max_physical_batch=max_physical_batch,
             collate_fn=collate_fn,
         )
+        facts = {"steps": steps, "max_physical_batch": max_physical_batch}
+        self._processes.check_dataset(dataset, facts)
+        return loader
 
-    def begin_logical_batch(self, dataset: MapDataset) -> tuple[int, list[int]]:
+    def begin_logical_batch(self, dataset: MapDataset, max_physical_batch: int) -> Share:
         """Draw the samples of the next step; called by the loader, once for each step.
 
         Raises:
             PrivacyError: The logical batch before had no ``step()``.
         """
-        if self._announced is not None or self._sum.samples > 0:
+        if self._share is not None or self._sum.samples > 0:
             raise PrivacyError(
                 "poisson_loader: the logical batch before was not finished. Call engine.step() "
                 "once after each logical batch, also after an empty one."
             )
-        indices = poisson_indices(
-            self._streams.sampling,
-            size=len(dataset),
-            sample_rate=self.sample_rate,
-            step=self._step_index,
-        ).tolist()
-        self._announced, self._has_loader = len(indices), True
-        return self._step_index, indices
+        step, size = self._step_index, len(dataset)
+        drawn = poisson_indices(
+            self._streams.sampling, size=size, sample_rate=self.sample_rate, step=step
+        )
+        share = deal(drawn, self._processes, step=step, max_physical_batch=max_physical_batch)
+        self._share, self._has_loader = share, True
+        return share
 
     # --- diagnostics: none of them is private -----------------------------------------------------
 
@@ -414,7 +439,7 @@ class PrivacyEngine:
             PrivacyError: A logical batch is under way.
         """
         self._sum.refuse_incomplete()
-        if self._sum.under_way or self._announced is not None:
+        if self._sum.under_way or self._share is not None:
             raise PrivacyError("state_dict: a logical batch is under way; call step() first")
         return {
             "accountant": self.accountant.state_dict(),
@@ -433,13 +458,8 @@ class PrivacyEngine:
         Raises:
             PrivacyError: Another mechanism or other parameters, or steps were taken already.
         """
-        for name, mine in self._settings().items():
-            saved = state["settings"].get(name)
-            if saved != mine:
-                raise PrivacyError(
-                    f"load_state_dict: {name} was {saved!r} where the state was saved and is "
-                    f"{mine!r} here. Make the engine with the same arguments."
-                )
+        self._processes.agree({"state": state})
+        arguments.check_state(state["settings"], self._settings())
         if self._step_index not in (0, state["step_index"]):
             raise PrivacyError(
                 f"load_state_dict: this engine has taken {self._step_index} steps, whose noise "
@@ -447,7 +467,7 @@ class PrivacyEngine:
             )
         self._step_index = state["step_index"]
         self._has_loader = state["has_loader"]
-        self._sampled_by_loader, self._announced = state["sampled_by_loader"], None
+        self._sampled_by_loader, self._share = state["sampled_by_loader"], None
         self.accountant.load_state_dict(state["accountant"])
         self._streams = RandomStreams.from_state_dict(state["streams"])
         self._sum.clipped = state["clipped_samples"]
@@ -469,7 +489,7 @@ class PrivacyEngine:
 
     def detach(self) -> None:
         """Give model and optimizer back as they were."""
-        self._capture.detach()
+        self._sum.detach()
         self._optimizer_guard.remove()
 
     # --- internals --------------------------------------------------------------------------------

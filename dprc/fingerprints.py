@@ -13,8 +13,9 @@ from dprc.sampling import MapDataset
 from dprc.settings import RunSettings
 
 # Settings that may change between the parts of a run. The contents of the two paths have
-# fingerprints of their own; the cut into physical batches only rounds sums in another order.
-_MAY_CHANGE = ("training.max_physical_batch", "task.data", "model.path")
+# fingerprints of their own; how samples are cut into physical batches and dealt to processes only
+# rounds sums in another order.
+_MAY_CHANGE = ("training.max_physical_batch", "parallel.strategy", "task.data", "model.path")
 
 
 class CollatedDataset(MapDataset, Protocol):

@@ -73,7 +73,12 @@ def generate(
         for start in range(0, len(by_length), batch_size):
             chosen = by_length[start : start + batch_size]
             ids, mask = _left_padded([prompts[index] for index in chosen], pad_token_id)
-            output = causal.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
+            output = causal.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                # A sharded model is called by all processes equally often: none stops before all.
+                synced_gpus=hasattr(causal, "set_reshard_after_forward"),
+            )
             for index, row in zip(chosen, output[:, ids.shape[1] :].tolist(), strict=True):
                 stop = row.index(eos_token_id) if eos_token_id in row else len(row)
                 answers[index] = row[:stop]

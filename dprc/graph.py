@@ -16,6 +16,11 @@ def keeps_little(node: Node) -> bool:
     return isinstance(getattr(node, "site", None), ScaleSite)
 
 
+def is_border(node: Node) -> bool:
+    """Whether a node of the graph is where a pass enters or leaves a part of a sharded model."""
+    return getattr(node, "is_dprc_border", False)
+
+
 def make_anchor() -> torch.Tensor:
     """Make a leaf that makes what it meets differentiable, and never gets a gradient itself."""
     anchor = torch.zeros((), requires_grad=True)

@@ -35,7 +35,6 @@ class Position(NamedTuple):
     parameter: int = 0
     sample: int = 0
     block: int = 0
-    rank: int = 0
     role: int = 0
 
 
@@ -60,7 +59,7 @@ class Stream:
         counter = [
             chunk * CHUNK,  # one count gives four words, more than the numbers of a chunk need
             position.block | position.parameter * _WORD,
-            position.sample | position.rank * _WORD,
+            position.sample,
             position.step | position.role * _WORD,
         ]
         # As arrays: numpy takes a list of large and small words for floating numbers.
@@ -101,13 +100,32 @@ class Stream:
         generator.manual_seed(self._hash(position))
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    def add_normal_(self, total: torch.Tensor, position: Position, *, deviation: float) -> None:
-        """Add normal numbers of a standard deviation, those of ``normal``, in place."""
+    def add_normal_(
+        self,
+        total: torch.Tensor,
+        position: Position,
+        *,
+        deviation: float,
+        part: tuple[int, torch.Size] | None = None,
+    ) -> None:
+        """Add normal numbers of a standard deviation, those of ``normal``, in place.
+
+        Args:
+            total: What they are added to.
+            position: Where in the stream they lie.
+            deviation: Their standard deviation.
+            part: Where ``total`` is a part of a tensor, its rows from one on: the index of its
+                first entry and the shape of the whole. It gets its part of the whole's numbers.
+        """
+        first, shape = part or (0, total.shape)
         if total.device.type == "cpu" and total.dtype == torch.float32 and total.is_contiguous():
-            _add_by_chunk(total.view(-1).numpy(), deviation, self, position)
+            _add_by_chunk(
+                total.view(-1).numpy(), deviation, self, position, first=first, whole=shape.numel()
+            )
             return
-        drawn = self.normal(tuple(total.shape), position, device=total.device, dtype=total.dtype)
-        total.add_(drawn, alpha=deviation)
+        drawn = self.normal(tuple(shape), position, device=total.device, dtype=total.dtype)
+        mine = drawn.view(-1)[first : first + total.numel()]
+        total.add_(mine.view(total.shape), alpha=deviation)
 
     def fill_normal(
         self, numbers: npt.NDArray[np.float32], position: Position, *, chunk: int
@@ -120,7 +138,7 @@ class Stream:
         box_muller(numbers, words[:pairs], words[pairs:].view(np.int32)[:pairs])
 
     def _hash(self, position: Position) -> int:
-        packed = struct.pack("<2Q6Q", *self.key, *position)
+        packed = struct.pack("<2Q5Q", *self.key, *position)
         # 63 bits: manual_seed takes a signed integer.
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -219,7 +237,13 @@ def _three_streams(words: Sequence[int]) -> tuple[Stream, Stream, Stream]:
 
 
 def add_gaussian_noise_(
-    total: torch.Tensor, *, standard_deviation: float, stream: Stream, step: int, parameter: int
+    total: torch.Tensor,
+    *,
+    standard_deviation: float,
+    stream: Stream,
+    step: int,
+    parameter: int,
+    part: tuple[int, torch.Size] | None = None,
 ) -> torch.Tensor:
     """Add the noise of one parameter and step, in place.
 
@@ -229,31 +253,42 @@ def add_gaussian_noise_(
         stream: The noise stream.
         step: Index of the optimizer step.
         parameter: Index of the parameter.
+        part: Where ``total`` is of some rows alone, as for ``Stream.add_normal_``: the noise of
+            an entry does not depend on who holds it.
 
     Returns:
         ``total``.
     """
     if standard_deviation == 0:
         return total
-    stream.add_normal_(
-        total, Position(step=step, parameter=parameter), deviation=standard_deviation
-    )
+    position = Position(step=step, parameter=parameter)
+    stream.add_normal_(total, position, deviation=standard_deviation, part=part)
     return total
 
 
 def _add_by_chunk(
-    flat: npt.NDArray[np.float32], standard_deviation: float, stream: Stream, position: Position
+    flat: npt.NDArray[np.float32],
+    standard_deviation: float,
+    stream: Stream,
+    position: Position,
+    *,
+    first: int,
+    whole: int,
 ) -> None:
-    """Add the numbers of ``Stream.normal`` chunk by chunk, on as many threads as torch uses."""
+    """Add the numbers of ``Stream.normal`` chunk by chunk, on as many threads as torch uses.
+
+    ``flat`` gets those from ``first`` on, of ``whole`` numbers.
+    """
 
     def add(chunk: int) -> None:
-        part = flat[chunk * CHUNK : (chunk + 1) * CHUNK]
-        noise = np.empty_like(part)
+        start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, whole)
+        noise = np.empty(stop - start, dtype=np.float32)
         stream.fill_normal(noise, position, chunk=chunk)
         noise *= np.float32(standard_deviation)
-        part += noise
+        low, high = max(start, first), min(stop, first + flat.size)
+        flat[low - first : high - first] += noise[low - start : high - start]
 
-    chunks = range(-(-flat.size // CHUNK))
+    chunks = range(first // CHUNK, -(-(first + flat.size) // CHUNK) if flat.size else 0)
     threads = min(torch.get_num_threads(), len(chunks))
     if threads < 2:
         for chunk in chunks:

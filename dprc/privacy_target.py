@@ -8,6 +8,7 @@ from torch import nn
 from dprc import accounting, estimators
 from dprc.engine import PrivacyEngine
 from dprc.errors import PrivacyError
+from dprc.processes import Processes
 from dprc.settings import MethodSettings, PrivacySettings, RunSettings, TrainingSettings
 
 
@@ -98,6 +99,7 @@ def make_engine(
     settings: RunSettings,
     *,
     expected_batch_size: float,
+    processes: Processes | None = None,
 ) -> PrivacyEngine:
     """Return the engine of a private run.
 
@@ -106,6 +108,7 @@ def make_engine(
         optimizer: Of the run.
         settings: With a method and a privacy target.
         expected_batch_size: The sampling rate times the public number of training examples.
+        processes: Those that train the model together; None for this one alone.
 
     Raises:
         PrivacyError: Parameters or modules that cannot be protected, or too little noise.
@@ -122,6 +125,7 @@ def make_engine(
         "schedule": method.schedule,
         "max_tokens": settings.task.max_tokens,
         "privacy_seed": settings.privacy_seed,
+        "processes": processes,
         **clipping,
     }
     if privacy.noise_multiplier is not None:

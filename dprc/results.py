@@ -91,6 +91,7 @@ def write_result(
     privacy: Mapping[str, Any] | None,
     valid: bool = True,
     device: str = "cpu",
+    processes: int = 1,
     made_by: str | None = None,
 ) -> None:
     """Write one result file with the five sections that every stage shares.
@@ -103,6 +104,7 @@ def write_result(
             sketch, analysis; None for a result that has no guarantee.
         valid: False when the result must not enter a figure.
         device: The device in words.
+        processes: How many made it together.
         made_by: A kind of ``dprc.provenance.SOURCES``; the hash of its code is written down as
             ``environment.code``. Figures refuse a result without one.
 
@@ -116,7 +118,7 @@ def write_result(
             "config": dict(config),
             "metrics": dict(metrics),
             "privacy": None if privacy is None else dict(privacy),
-            "environment": {**environment(device), "code": code},
+            "environment": {**environment(device), "processes": processes, "code": code},
             "valid": valid,
         },
     )

@@ -54,6 +54,19 @@ class Totals:
         total = self._totals.pop(parameter, None)
         return torch.zeros_like(like, dtype=work_dtype(like.dtype)) if total is None else total
 
+    def reduce(self, parameters: Sequence[int]) -> None:
+        """Add up over processes what there is so far; one process has nothing to add."""
+
+    def finish_batch(self) -> None:
+        """Do what is left to do after a micro-batch."""
+
+    def part(self, parameter: int) -> tuple[int, torch.Size] | None:
+        """Return which part ``pop`` gives, as ``add_gaussian_noise_`` knows it; None for all."""
+
+    def as_gradient(self, parameter: int, value: torch.Tensor) -> torch.Tensor:
+        """Return what ``pop`` gave, noised and scaled, in the form of the parameter's ``.grad``."""
+        return value
+
     def items(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Return the sums there are: (index, sum)."""
         return self._totals.items()

@@ -111,6 +111,15 @@ class TrainingSettings(_Strict):
         return self
 
 
+class ParallelSettings(_Strict):
+    """How several processes, started by torchrun, train one model; one process needs nothing.
+
+    With ``replicate`` each holds all of the model, with ``shard`` its share of every parameter.
+    """
+
+    strategy: Literal["replicate", "shard"] = "replicate"
+
+
 class OutputSettings(_Strict):
     """What is reported and kept on the way; nothing here changes what is learned."""
 
@@ -131,6 +140,7 @@ class RunSettings(_Strict):
     privacy: PrivacySettings | None
     training: TrainingSettings
     output: OutputSettings = OutputSettings()
+    parallel: ParallelSettings = ParallelSettings()
     seed: int = Field(ge=0)
     privacy_seed: int | None = Field(default=None, ge=0)
 

@@ -5,7 +5,7 @@ num_probes) with entries N(0, 1/num_probes): ‖M P‖² then estimates ‖M‖�
 
 ``shared``: one P per parameter and logical step, the same for every sample and micro-batch.
 ``per_sample``: an independent P for each sample, keyed by its index in the logical batch, so that
-it does not depend on how the batch is cut into micro-batches.
+it does not depend on how the batch is cut into micro-batches or dealt to processes.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,8 @@ class SketchSource:
         step: Index of the logical step.
         parameter: Index of the parameter.
         first_sample: Index in the logical batch of the micro-batch's first sample.
-        rank: Which process the samples belong to; a shared sketch is the same on all.
+        stride: From the index of one sample to that of the next: the number of processes that
+            the logical batch was dealt to.
     """
 
     stream: Stream
@@ -38,7 +39,7 @@ class SketchSource:
     step: int = 0
     parameter: int = 0
     first_sample: int = 0
-    rank: int = 0
+    stride: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in SKETCHES:
@@ -70,19 +71,15 @@ class SketchSource:
         for index, start in enumerate(range(0, rows, BLOCK_ROWS)):
             stop = min(start + BLOCK_ROWS, rows)
             shape = (stop - start, num_probes)
-            position = Position(
-                step=self.step, parameter=self.parameter, block=index, rank=self.rank, role=role
-            )
+            position = Position(step=self.step, parameter=self.parameter, block=index, role=role)
             if self.kind == "shared":
-                # rank 0 for everybody: all processes must project alike.
-                block = self.stream.normal(
-                    (1, *shape), position._replace(rank=0), device=device, dtype=dtype
-                )
+                block = self.stream.normal((1, *shape), position, device=device, dtype=dtype)
             else:
                 block = torch.empty((batch, *shape), device=device, dtype=dtype)
                 for sample in range(batch):
                     # Index 0 is the shared sketch's: a sample never meets it.
-                    at = position._replace(sample=self.first_sample + sample + 1)
+                    place = self.first_sample + self.stride * sample
+                    at = position._replace(sample=place + 1)
                     block[sample] = self.stream.normal(shape, at, device=device, dtype=dtype)
             yield slice(start, stop), block.mul_(num_probes**-0.5)
             del block  # before the next one is made

@@ -3,19 +3,21 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from dprc import fingerprints
+from dprc import fingerprints, parallel
 from dprc.checkpoints import Snapshot
 from dprc.noise import Stream
 from dprc.optimization import make_optimizer, make_scheduler
 from dprc.privacy_card import privacy_facts, write_card
 from dprc.privacy_target import check_target, make_engine
+from dprc.processes import Job, OneProcess, Processes
 from dprc.progress import Reporter, Reporters, TensorBoard
 from dprc.provenance import code_record
 from dprc.results import write_result
@@ -69,26 +71,31 @@ def train(
         run draws the same noise for the same samples of the same data. Checkpoints, and whatever
         is named ``nonprivate``, are not covered.
     """
-    check_target(settings)
+    job = parallel.this_job()
+    job.led(lambda: check_target(settings))
     told: Reporter = reporter or Reporters(())
-    if settings.output.tensorboard:
+    if settings.output.tensorboard and job.rank == 0:
         told = Reporters((told, TensorBoard(folder / "tensorboard")))
     place = RunFolder(folder, resume=resume, overwrite=overwrite, note_fn=told.noted)
     try:
-        with place.exclusive():
-            metrics = place.finished_metrics(settings)
-            return _train(settings, place, told) if metrics is None else metrics
+        with ExitStack() as held:
+            job.led(lambda: held.enter_context(place.exclusive()))
+            metrics = job.led(lambda: place.finished_metrics(settings))
+            return _train(settings, place, told, job) if metrics is None else metrics
     finally:
         told.finished()
 
 
-def _train(settings: RunSettings, place: RunFolder, reporter: Reporter) -> dict[str, Any]:
+def _train(settings: RunSettings, place: RunFolder, reporter: Reporter, job: Job) -> dict[str, Any]:
     about = fingerprints.of_settings(settings) | fingerprints.of_code()
+    job.agree(about)
     # The code that runs is the one that was there at the start: later edits do not count.
     code_record("training")
-    step = place.resumable_step()
-    if step is not None and not place.is_continued_by(step, about):
-        step = None
+
+    def continued(step: int | None) -> int | None:
+        return step if step is not None and place.is_continued_by(step, about) else None
+
+    step = job.led(lambda: continued(place.resumable_step()))
     workload = prepare_workload(settings)
     if settings.output.save_model:
         check_savable(workload.model)
@@ -102,15 +109,15 @@ def _train(settings: RunSettings, place: RunFolder, reporter: Reporter) -> dict[
         fingerprints.of_examples(workload.train, workload.test),
         fingerprints.of_model(workload.model),
     )
-    if step is not None and not place.is_continued_by(step, about):
-        step = None
-    run = Run(settings, workload)
+    step = job.led(lambda: continued(step))
+    processes = parallel.join(workload.model, settings.parallel.strategy)
+    run = Run(settings, workload, processes=processes)
     with Termination() as termination, _own_generators(workload.model, settings.seed):
         if step is None:
-            place.start_anew()
+            job.led(place.start_anew)
         else:
             run.restore(place.checkpoints.load(step))
-        place.write_settings(settings)
+        job.led(lambda: place.write_settings(settings))
         reporter.started(run.done, settings.training.steps)
         _loop(run, place, about, termination, reporter)
     return _finish(run, place)
@@ -123,6 +130,7 @@ class Run:
         settings: Of the run.
         workload: Its model is trained in place.
         make_update: Makes the update of an optimizer; from the settings when None.
+        processes: Those that train the model together; None for this one alone.
 
     Attributes:
         log: Rows so far.
@@ -135,7 +143,9 @@ class Run:
         workload: Workload,
         *,
         make_update: Callable[[torch.optim.Optimizer], Update] | None = None,
+        processes: Processes | None = None,
     ) -> None:
+        self.processes: Processes = processes or OneProcess()
         self.settings, self.workload, self.log = settings, workload, RunLog()
         workload.model.train()
         self._optimizer = make_optimizer(workload.model, settings.training)
@@ -148,13 +158,20 @@ class Run:
         expected = training.sample_rate * len(self.workload.train)
         if self.settings.method is not None:
             model = self.workload.model
-            engine = make_engine(model, optimizer, self.settings, expected_batch_size=expected)
+            engine = make_engine(
+                model,
+                optimizer,
+                self.settings,
+                expected_batch_size=expected,
+                processes=self.processes,
+            )
             return PrivateUpdate(engine)
         return PlainUpdate(
             optimizer,
             Stream((self.settings.seed, 0)),
             sample_rate=training.sample_rate,
             expected_batch_size=expected,
+            processes=self.processes,
         )
 
     @property
@@ -167,7 +184,8 @@ class Run:
         privacy = self.settings.privacy
         if privacy is None or not isinstance(self.update, PrivateUpdate):
             return None
-        return self.update.engine.epsilon(privacy.delta)
+        engine, delta = self.update.engine, privacy.delta
+        return self.processes.led(lambda: engine.epsilon(delta))
 
     def batches(self) -> Iterator[LogicalBatch]:
         """Yield the logical batches that are left."""
@@ -186,13 +204,16 @@ class Run:
             MemoryError: It does not fit.
             ValueError: Training diverged.
         """
-        started, total, finite = time.perf_counter(), 0.0, 0
+        started, total, finite, seen = time.perf_counter(), 0.0, 0.0, 0
         rate = float(self._scheduler.get_last_lr()[0])
+        if self.processes.world_size > 1:
+            parallel.seed_dropout(self.settings.seed, step=self.done, rank=self.processes.rank)
         try:
             for batch in logical_batch:
                 losses = self.workload.losses(batch)
                 self.update.backward(losses)
-                counted = losses.detach()[losses.detach().isfinite()]
+                mine = losses.detach()[: len(logical_batch) - seen]  # the rest only keeps step
+                counted, seen = mine[mine.isfinite()], seen + len(mine)
                 total, finite = total + float(counted.sum()), finite + counted.numel()
             self.update.step()
         except (MemoryError, RuntimeError) as error:
@@ -204,12 +225,13 @@ class Run:
                 ) from error
             raise
         self._scheduler.step()
-        mean = total / finite if finite else (math.nan if len(logical_batch) else None)
+        total, finite = self.processes.summed((total, finite))
+        mean = total / finite if finite else (math.nan if logical_batch.total else None)
         self.log.steps.append(
             {
                 "step": self.done + 1,
                 "learning_rate": rate,
-                "nonprivate_batch_size": len(logical_batch),
+                "nonprivate_batch_size": logical_batch.total,
                 "nonprivate_mean_loss": mean,
                 "nonprivate_seconds": round(time.perf_counter() - started, 4),
             }
@@ -223,8 +245,15 @@ class Run:
         Raises:
             ValueError: A trained parameter is not finite.
         """
-        for name, parameter in self.workload.model.named_parameters():
-            if parameter.requires_grad and not bool(parameter.detach().isfinite().all()):
+        self.processes.rest()
+        trained = [
+            (name, parameter.to_local() if hasattr(parameter, "to_local") else parameter)
+            for name, parameter in self.workload.model.named_parameters()
+            if parameter.requires_grad
+        ]
+        broken = [not bool(parameter.detach().isfinite().all()) for _, parameter in trained]
+        for (name, _), any_broken in zip(trained, self.processes.summed(broken), strict=True):
+            if any_broken:
                 raise ValueError(
                     f"training diverged: after step {self.done} {name} is not finite; lower "
                     "training.learning_rate"
@@ -233,15 +262,17 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the model as it is, log and return the row; training does not notice."""
         with _own_generators(self.workload.model, self.settings.seed):
-            metrics = self.workload.evaluate()
+            # All evaluate, rather than wait for one; what one finds counts.
+            metrics = self.processes.from_first(self.workload.evaluate())
         self.workload.model.train()
         row = {"step": self.done, "epsilon": self.epsilon(), **metrics}
         self.log.evaluations.append(row)
         return row
 
     def snapshot(self, about: Mapping[str, Any]) -> Snapshot:
-        """Return all that a run needs to go on from here."""
+        """Return all that a run needs to go on from here; whole, in process 0 alone."""
         model = self.workload.model
+        self.processes.rest()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         lasting = model.state_dict().keys()  # other buffers are made with the model
         buffers = {n: b.clone() for n, b in model.named_buffers() if n in lasting}
@@ -249,9 +280,9 @@ class Run:
             step=self.done,
             about=dict(about),
             log=self.log,
-            parameters=trained | buffers,
+            parameters={n: self.processes.whole(p) for n, p in (trained | buffers).items()},
             state={
-                "optimizer": self._optimizer.state_dict(),
+                "optimizer": tree_map(self.processes.whole, self._optimizer.state_dict()),
                 "scheduler": self._scheduler.state_dict(),
                 "update": self.update.state_dict(),
                 "generators": _generator_states(model),
@@ -264,7 +295,12 @@ class Run:
         places = dict(model.named_parameters()) | dict(model.named_buffers())
         with torch.no_grad():
             for name, value in snapshot.parameters.items():
-                places[name].copy_(value)
+                places[name].copy_(self.processes.own(value, places[name]))
+            known = [p for group in self._optimizer.param_groups for p in group["params"]]
+            for index, kept in state["optimizer"]["state"].items():
+                for name, value in kept.items():
+                    if isinstance(value, torch.Tensor) and value.shape == known[index].shape:
+                        kept[name] = self.processes.own(value, known[index])
         self._optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
         self.update.load_state_dict(state["update"])
@@ -280,7 +316,7 @@ def _loop(
     reporter: Reporter,
 ) -> None:
     """Take the steps that are left; save and evaluate between them where it is due."""
-    output, steps = run.settings.output, run.settings.training.steps
+    output, steps, processes = run.settings.output, run.settings.training.steps, run.processes
     log_every = output.log_every or max(1, steps // 10)
     saved = run.done
 
@@ -290,15 +326,19 @@ def _loop(
     def save() -> None:
         nonlocal saved
         if saved != run.done:
-            place.checkpoints.save(run.snapshot(about))
-            place.write_log(run.log)
+            snapshot = run.snapshot(about)
+            processes.led(lambda: place.checkpoints.save(snapshot))
+            processes.led(lambda: place.write_log(run.log))
             saved = run.done
 
     def evaluate() -> None:
         due = run.done == steps or (run.done > 0 and is_due(output.evaluate_every))
         if due and not run.log.evaluated(run.done):
+            alone = processes.world_size == 1
+            if not alone and run.done > 0:
+                save()  # nobody can leave the others in the middle of what follows
             # It can be repeated and may take long, so it does not hold up a request to stop.
-            with termination.at_once():
+            with termination.at_once() if alone else nullcontext():
                 row = run.evaluate()
             reporter.evaluated(row, run.workload.main_metric)
 
@@ -310,7 +350,7 @@ def _loop(
             reporter.stepped(run.log.steps[-1], log=log, epsilon=run.epsilon() if log else None)
             if is_due(output.checkpoint_every):
                 save()
-            if termination.requested:
+            if processes.summed([termination.requested])[0]:  # stopped by all after the same step
                 raise Terminated
             evaluate()
     except Terminated as stop:
@@ -321,7 +361,7 @@ def _loop(
 
 def _finish(run: Run, place: RunFolder) -> dict[str, Any]:
     """Write the results of a run whose steps are all taken; metrics.json comes last."""
-    settings, workload, log = run.settings, run.workload, run.log
+    settings, workload, log, job = run.settings, run.workload, run.log, run.processes
     run.check_finite()
     losses = [row["nonprivate_mean_loss"] for row in log.steps]
     if any(loss is not None and math.isnan(loss) for loss in losses[-1:]):
@@ -342,25 +382,34 @@ def _finish(run: Run, place: RunFolder) -> dict[str, Any]:
         engine = run.update.engine
         drawn = log.total("nonprivate_batch_size")
         metrics["nonprivate_clipped_fraction"] = engine.clipped_samples / max(drawn, 1)
-        facts = privacy_facts(
-            engine, delta=settings.privacy.delta, epsilon_target=settings.privacy.epsilon
+        target = settings.privacy
+        facts = job.led(
+            lambda: privacy_facts(engine, delta=target.delta, epsilon_target=target.epsilon)
         )
         engine.detach()
-    place.write_log(log)
-    with place.writing("the results"):
-        if settings.output.save_model:
-            save_model(workload.model, workload.tokenizer, place.model)
-            write_card(place.model, facts)
-        write_result(
-            place.metrics,
-            config=settings.model_dump(),
-            metrics=metrics,
-            privacy=facts,
-            device=_device_in_words(workload.model),
-            made_by="training",
-        )
-    if not settings.output.keep_checkpoints:
-        place.checkpoints.remove()
+    model = None
+    if settings.output.save_model:
+        model = parallel.whole_model(workload.model, job, settings)
+
+    def write() -> None:
+        place.write_log(log)
+        with place.writing("the results"):
+            if model is not None:
+                save_model(model, workload.tokenizer, place.model)
+                write_card(place.model, facts)
+            write_result(
+                place.metrics,
+                config=settings.model_dump(),
+                metrics=metrics,
+                privacy=facts,
+                device=_device_in_words(workload.model),
+                processes=job.world_size,
+                made_by="training",
+            )
+        if not settings.output.keep_checkpoints:
+            place.checkpoints.remove()
+
+    job.led(write)
     return metrics
 
 

@@ -204,11 +204,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             collate_fn = self._get_collator_with_removed_columns(collate_fn, "training")
 
         def draw(_: list[int]) -> LogicalBatch:
-            step, indices = self._engine().begin_logical_batch(dataset)
+            share = self._engine().begin_logical_batch(dataset, self._max_physical_batch)
             return LogicalBatch(
                 dataset,
-                indices,
-                step=step,
+                share,
                 max_physical_batch=self._max_physical_batch,
                 collate_fn=collate_fn,
             )
@@ -391,7 +390,8 @@ def _refuse(args: TrainingArguments, others: Mapping[str, Any]) -> None:
     if args.world_size > 1 or args.n_gpu > 1:
         raise ValueError(
             f"args.world_size={args.world_size}, args.n_gpu={args.n_gpu}: PrivateTrainer is for "
-            "one process and one device"
+            "one process and one device; on several, use PrivacyEngine with dprc.distributed, or "
+            "dprc train under torchrun"
         )
     if getattr(args, "fsdp", None):
         raise ValueError("args.fsdp: PrivateTrainer is for one process; leave it out")

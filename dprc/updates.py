@@ -6,6 +6,7 @@ import torch
 
 from dprc.engine import PrivacyEngine
 from dprc.noise import Stream
+from dprc.processes import OneProcess, Processes
 from dprc.sampling import PlainSampler, PoissonLoader
 from dprc.workload import Workload
 
@@ -59,6 +60,7 @@ class PlainUpdate:
         stream: Samples are drawn from it.
         sample_rate: Inclusion probability q.
         expected_batch_size: What sums are divided by.
+        processes: Those that train the model together; None for this one alone.
     """
 
     def __init__(
@@ -68,28 +70,45 @@ class PlainUpdate:
         *,
         sample_rate: float,
         expected_batch_size: float,
+        processes: Processes | None = None,
     ) -> None:
         self._optimizer, self._batch_size = optimizer, expected_batch_size
-        self._sampler = PlainSampler(stream, sample_rate)
+        self._processes: Processes = processes or OneProcess()
+        self._sampler = PlainSampler(stream, sample_rate, self._processes)
+        self._taken = 0
 
     def loader(self, workload: Workload, *, steps: int, max_physical_batch: int) -> PoissonLoader:
         """Return the logical batches of the next steps."""
-        return PoissonLoader(
+        loader = PoissonLoader(
             workload.train,
             self._sampler,
             steps=steps,
             max_physical_batch=max_physical_batch,
             collate_fn=workload.train.collate,
         )
+        facts = {"steps": steps, "max_physical_batch": max_physical_batch}
+        self._processes.check_dataset(workload.train, facts)
+        return loader
 
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradient of the sum over the expected batch size."""
-        torch.autograd.backward(losses.sum() / self._batch_size)
+        share = self._sampler.share
+        idle = share is not None and share.is_over(self._taken, losses.shape[0])
+        self._taken += 0 if idle else losses.shape[0]
+        total = losses.sum() / self._batch_size
+        if self._processes.in_step:
+            # A sharded model averages over processes what is to be summed.
+            total = total * (0 if idle else self._processes.world_size)
+        torch.autograd.backward(total)
 
     def step(self) -> None:
         """Step the optimizer."""
+        if not self._processes.in_step:
+            add_up_gradients(self._optimizer, self._processes)
+        self._processes.rest()
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._taken = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the sampling stream."""
@@ -98,3 +117,16 @@ class PlainUpdate:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position in the sampling stream."""
         self._sampler.next_step = state["next_step"]
+
+
+def add_up_gradients(optimizer: torch.optim.Optimizer, processes: Processes) -> None:
+    """Sum the plain gradients of replicas; a parameter that none has used keeps none."""
+    if processes.world_size == 1:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    used = processes.summed([parameter.grad is not None for parameter in parameters])
+    for parameter, times in zip(parameters, used, strict=True):
+        if times:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)

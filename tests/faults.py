@@ -59,8 +59,8 @@ def noise_with_each_micro_batch(monkeypatch, micro_batches=4):
     add, backward = ClippedSum.add, PrivacyEngine.backward
     scale = []
 
-    def noisy_add(self, losses, source):
-        add(self, losses, source)
+    def noisy_add(self, losses, source, **options):
+        add(self, losses, source, **options)
         for _, total in self.totals.items():
             total.add_(torch.randn(total.shape) * scale[-1])
 
@@ -89,7 +89,7 @@ def parameter_left_out_of_the_norm(monkeypatch, parameter):
 def other_sketches(monkeypatch, **changed):
     """Make the sketches from another kind, step or first sample than the engine says."""
 
-    def source(stream, kind, *, step, first_sample):
+    def source(stream, kind, *, step, first_sample, stride):
         where = {"kind": kind, "step": step, "first_sample": first_sample}
         for name, change_fn in changed.items():
             where[name] = change_fn(step, first_sample)

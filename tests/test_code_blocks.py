@@ -52,6 +52,7 @@ ONLY_PARSED = {
     "dprc prepare-data --task billsum --source DIR --out data/billsum": "needs the hub's files",
     "dprc prepare-model --preset smollm2-135m --out models/smollm2": "writes half a gigabyte",
     "dprc train --config papers.yaml --out runs/papers": "hours, as it is",
+    "docs/distributed.md: import torch": "torchrun; tests/test_distributed.py does the same",
 }
 # Pages whose blocks take more than a few seconds together; the fast set only checks them.
 SLOW_PAGES = {

@@ -11,6 +11,8 @@ from dprc.noise import Position, Stream, add_gaussian_noise_
 from dprc.profiling.device import Nvml, check_occupancy, measure_peak
 from dprc.profiling.flops import LayerShape
 from dprc.profiling.latency import profile_layer
+from tests.jobs import alone_in_a_job
+from tests.test_distributed import WAYS, assert_close, trained
 from tests.truth import clipped_sum, per_sample_gradients, squared_norms
 
 DEVICE = torch.device("cuda")
@@ -152,6 +154,15 @@ def test_a_step_under_autocast_has_the_norms_of_its_own_gradients():
         losses = causal_lm_loss(model, batch)
     engine.backward(losses)
     torch.testing.assert_close(engine.squared_norms.double(), truth, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["blocks", "tied", "recomputed"])
+def test_a_job_of_one_gpu_learns_what_no_job_does(way, kind, tmp_path):
+    expected, _ = trained("alone", kind, device="cuda")
+    with alone_in_a_job("cpu:gloo,cuda:nccl", tmp_path):
+        parameters, _ = trained(way, kind, device="cuda")
+    assert_close(parameters, expected, 1e-4)
 
 
 def test_both_peaks_see_an_allocation():

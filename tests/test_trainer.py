@@ -367,6 +367,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"args\.fp16=True"):
             PrivateTrainer(classifier(), args, privacy=PrivacyArguments(delta=1e-3, epsilon=1.0))
 
+    def test_several_processes_are_refused_with_the_way_out(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(TrainingArguments, "world_size", property(lambda _: 2))
+        with pytest.raises(ValueError, match=r"args\.world_size=2.*dprc\.distributed"):
+            private(tmp_path)
+
     def test_packing_is_named(self, tmp_path):
         with pytest.raises(ValueError, match="DataCollatorWithFlattening packs"):
             private(tmp_path, trainer={"data_collator": DataCollatorWithFlattening()})

@@ -72,12 +72,19 @@ def _is_number_as_text(value: object) -> bool:
 
 
 def _undefined_names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Find names of models and methods that are used but defined nowhere."""
+    """Find names that are used but defined nowhere, and numbers that contradict each other."""
     models, methods = config["models"], config["methods"]
     for task, settings in config["tasks"].items():
         if settings["model"] not in models:
             yield f"tasks.{task}.model: unknown model {settings['model']!r} ({_known(models)})"
         yield from _idle_budgets(f"tasks.{task}", settings)
+        processes = settings.get("parallel", {}).get("processes", 1)
+        gpus = settings.get("resources", {}).get("gpu", 0)
+        if gpus and gpus != processes:
+            yield (
+                f"tasks.{task}.resources.gpu: {gpus} for {processes} process(es) of "
+                f"tasks.{task}.parallel; each takes one GPU"
+            )
     error = config["norm_error"]
     if error["model"] not in (*PACKAGED_MODELS, *models):
         known = _known(dict.fromkeys((*PACKAGED_MODELS, *models)))

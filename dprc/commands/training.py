@@ -1,6 +1,7 @@
 """``dprc prepare-data``, ``prepare-model`` and ``train``."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def add_parsers(subparsers: Any) -> None:
         description=(
             "Train one model, privately or not, and evaluate it on the test split. A run saves "
             "checkpoints on its way and when it gets SIGTERM (then it exits with 143). With both "
-            "flags, it goes on where it can and starts anew where it cannot."
+            "flags, it goes on where it can and starts anew where it cannot. On several GPUs: "
+            "torchrun --standalone --nproc-per-node N -m dprc train ..."
         ),
         epilog="example: dprc train --config run.yaml --out results/my-run --resume",
     )
@@ -126,36 +128,50 @@ def _train(arguments: argparse.Namespace) -> int:
     from dprc.settings import read_settings
     from dprc.termination import Terminated
 
-    settings = read_settings(arguments.config, sys.stdin)  # refused before anything slow
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun says so
+    # Refused before anything slow; read by one process of several, whose standard input is shared.
+    settings = None if several else read_settings(arguments.config, sys.stdin)
     stay_offline()
+    from dprc.parallel import joined_job, this_job
     from dprc.progress import Bar, Lines
     from dprc.train import train
 
-    reporter = Bar() if sys.stderr.isatty() else Lines()
     resume = f"dprc train --config {arguments.config} --out {arguments.out} --resume"
+    if several:
+        resume = f"torchrun --nproc-per-node N -m {resume}"
+    reporter, reports = Bar() if sys.stderr.isatty() else Lines(), True
     try:
-        train(
-            settings,
-            arguments.out,
-            resume=arguments.resume,
-            overwrite=arguments.overwrite,
-            reporter=reporter,
-        )
+        with joined_job() as reports:
+            if settings is None:
+                settings = this_job().led(lambda: read_settings(arguments.config, sys.stdin))
+            train(
+                settings,
+                arguments.out,
+                resume=arguments.resume,
+                overwrite=arguments.overwrite,
+                reporter=reporter if reports else None,
+            )
     except Terminated as stop:
-        print(
-            f"dprc train: terminated after step {stop.step}, which is saved. Go on with: {resume}",
-            file=sys.stderr,
-        )
+        if reports:
+            print(
+                f"dprc train: terminated after step {stop.step}, which is saved. Go on with: "
+                f"{resume}",
+                file=sys.stderr,
+            )
         return 143
     except KeyboardInterrupt:
-        print(
-            f"dprc train: interrupted; no result was written. Go on from the last checkpoint, or "
-            f"from the start without one, with: {resume}",
-            file=sys.stderr,
-        )
+        if reports:
+            print(
+                f"dprc train: interrupted; no result was written. Go on from the last checkpoint, "
+                f"or from the start without one, with: {resume}",
+                file=sys.stderr,
+            )
         return 130
     except MemoryError as error:
         print(f"dprc train: error: {error}", file=sys.stderr)
         return 2
-    print(f"{reporter.last_evaluation or 'finished before'} -> {arguments.out / 'metrics.json'}")
+    if reports:
+        print(
+            f"{reporter.last_evaluation or 'finished before'} -> {arguments.out / 'metrics.json'}"
+        )
     return 0

@@ -287,7 +287,14 @@ class ShapesOnlyStream(Stream):
         with self.meter.paused():
             return torch.empty(shape, device=device, dtype=dtype)
 
-    def add_normal_(self, total: torch.Tensor, position: Position, *, deviation: float) -> None:
+    def add_normal_(
+        self,
+        total: torch.Tensor,
+        position: Position,
+        *,
+        deviation: float,
+        part: tuple[int, torch.Size] | None = None,
+    ) -> None:
         """Take the memory that noise takes: none on a CPU, where numpy adds it in chunks."""
         if self.counted:
             drawn = self.normal(

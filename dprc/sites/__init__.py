@@ -1,6 +1,6 @@
 """Sites: how each kind of module is captured."""
 
-from dprc.sites.base import FactorSite, Receiver, Site, Tapper, retyped
+from dprc.sites.base import FactorSite, Receiver, Site, Tapper, retyped, weight_of
 from dprc.sites.kinds import make_site
 from dprc.sites.loop import LoopSite
 from dprc.sites.matrices import EmbeddingSite, LinearSite
@@ -17,4 +17,5 @@ __all__ = [
     "Tapper",
     "make_site",
     "retyped",
+    "weight_of",
 ]

@@ -140,4 +140,6 @@ def _is_elementwise(module: nn.Module, own: Mapping[str, int]) -> bool:
 
 
 def _probe(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    of_this_process: torch.Tensor = like.to_local() if hasattr(like, "to_local") else like
+    return values.to(of_this_process)

@@ -4,8 +4,9 @@ import json
 import re
 
 import pytest
+import yaml
 
-from tests.workflow.conftest import read_plan
+from tests.workflow.conftest import SMOKE, read_plan
 
 
 @pytest.fixture
@@ -89,3 +90,20 @@ def test_every_rule_names_its_environment_log_and_benchmark(project):
     assert rules == 44
     for directive in ("log:", "benchmark:", "conda:", "threads:", "resources:"):
         assert text.count(f"\n    {directive}") == rules, directive
+
+
+def test_a_task_of_several_processes_is_started_by_torchrun(project, configuration, tmp_path):
+    config = configuration("smoke")
+    task = config["tasks"]["bbc_offline"]
+    task["parallel"] = {"processes": 3, "strategy": "shard"}
+    path = tmp_path / "several.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = ("--dry-run", "--printshellcmds", "--forcerun", "train_model")
+    several = project.snakemake(*command, "--configfile", str(path), "--", "results/all")
+    assert several.returncode == 0, several.stdout
+    alone = project.snakemake(*command, *SMOKE)
+    started = "| torchrun --standalone --nproc-per-node 3 -m dprc train --config - "
+    assert started in several.stdout
+    assert '"parallel": {"strategy": "shard"}' in several.stdout
+    assert "torchrun" not in alone.stdout
+    assert "| dprc train --config - " in alone.stdout

@@ -333,11 +333,25 @@ def training_settings(wildcards):
         "privacy_seed": config["privacy_seed"],
         "output": {"save_model": False},
     }
+    if "strategy" in task.get("parallel", {}):
+        settings["parallel"] = {"strategy": task["parallel"]["strategy"]}
     if wildcards.mode == "lora":
         settings["model"]["lora"] = {
             key: mode[key] for key in ("rank", "alpha", "targets")
         }
     return json.dumps(settings)
+
+
+def training_processes(wildcards):
+    """Give how many processes train the model of a task together."""
+    return config["tasks"][wildcards.task].get("parallel", {}).get("processes", 1)
+
+
+def training_command(wildcards):
+    """Give the command of a training run, in one process or in several."""
+    count = training_processes(wildcards)
+    several = f"torchrun --standalone --nproc-per-node {count} -m "
+    return (several if count > 1 else "") + "dprc train"
 
 
 def task_resource(name, default):

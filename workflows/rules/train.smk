@@ -38,7 +38,7 @@ rule train_model:
     conda:
         "../../envs/training.yaml"
     # Snakemake sets OMP_NUM_THREADS and its kin to this number, so runs share a machine by cores.
-    threads: 1
+    threads: training_processes
     resources:
         mem_mb=task_resource("mem_mb", 3000),
         gpu=task_resource("gpu", 0),
@@ -48,10 +48,11 @@ rule train_model:
     params:
         directory=subpath(output.metrics, parent=True),
         settings=training_settings,
+        command=training_command,
         code=result_hash("training"),
     shell:
         "printf '%s' {params.settings:q}"
-        " | dprc train --config - --out {params.directory} --resume --overwrite > {log} 2>&1"
+        " | {params.command} --config - --out {params.directory} --resume --overwrite > {log} 2>&1"
 
 
 rule collect_metrics:
