@@ -25,6 +25,8 @@ OPACUS = {
 # What a short table shows; the whole one has all modes.
 CHOSEN = (
     "nonprivate",
+    "hutchpp_r2_k26_book_keeping",
+    "hutchpp_r2_k26_two_pass",
     "hutchinson_book_keeping",
     "hutchinson_two_pass",
     "exact_book_keeping",

@@ -39,7 +39,7 @@ ONLY_PARSED = {
     "dprc compare-peers --tokens 2048 --modes all": "an hour",
     "dprc compare-peers --settings all --modes all --rounds 0 --no-memory --tokens 64": "minutes",
     "dprc compare-peers --grid --out grid.json": "many hours",
-    "dprc compare-peers --tokens 2048 --modes all --rounds 5 --threads 2 --out "
+    "dprc compare-peers --tokens 2048 --modes all --rounds 5 --threads 1 --out "
     "docs/measurements/peers_cpu.json": "an hour",
     "dprc compare-peers --settings all --modes all --rounds 0 --no-memory --tokens 64 "
     "--hidden-size 128 --layers 2 --out docs/measurements/peers_checked.json": "minutes",
