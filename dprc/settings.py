@@ -220,4 +220,6 @@ def read_settings(path: str, stdin: Any) -> RunSettings:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not text in UTF-8 ({error})") from None
+    except OSError as error:
+        raise ValueError(f"--config: cannot read {path} ({error.strerror})") from None
     return parse_settings(text, origin=path)

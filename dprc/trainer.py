@@ -283,10 +283,14 @@ class PrivateTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             return classification_loss(model, inputs)
         if labels is not None and labels.dim() == 2 and not labels.is_floating_point():
             return causal_lm_loss(model, inputs)
-        shape = None if labels is None else tuple(labels.shape)
+        if labels is None:
+            raise ValueError(
+                "losses_fn: the batch has no labels; add them to the examples, give a "
+                "data_collator that does, or give a function from model and batch to losses (B,)"
+            )
         raise ValueError(
-            f"losses_fn: labels of shape {shape} are neither classes (B,) nor tokens (B, T); give "
-            "a function from model and batch to losses (B,)"
+            f"losses_fn: labels of shape {tuple(labels.shape)} are neither classes (B,) nor "
+            "tokens (B, T); give a function from model and batch to losses (B,)"
         )
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:

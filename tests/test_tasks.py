@@ -302,6 +302,15 @@ class OwnContract(HubContract):
         assert main(words) == 0
         assert tasks.load_dataset(tmp_path, task.name) == dataset
 
+    def test_the_command_does_not_replace_the_files_it_reads(self, task, source, capsys):
+        before = {file: file.read_bytes() for file in source.iterdir() if file.is_file()}
+        words = ["prepare-data", "--task", task.name, "--source", str(source), *self.flags]
+        words += ["--train-documents", "12", "--test-documents", "5"]
+        for out in (source, source / "data"):
+            assert main([*words, "--out", str(out)]) == 2
+            assert "which would be replaced" in capsys.readouterr().err
+        assert before == {file: file.read_bytes() for file in source.iterdir() if file.is_file()}
+
     def test_the_order_of_the_files_does_not_matter(self, task, dataset, tmp_path):
         for split, rows in self.rows().items():
             write_rows(tmp_path / f"{split}.jsonl", rows[::-1])
@@ -588,6 +597,8 @@ class TestFiles:
     def test_a_folder_without_data_says_what_to_run(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="dprc prepare-data --task bbc_offline"):
             tasks.load_dataset(tmp_path, "bbc_offline")
+        with pytest.raises(FileNotFoundError, match="own_qa --source FILES --out FOLDER"):
+            tasks.load_dataset(tmp_path, "own_qa")
 
     def test_the_summary_counts_every_document(self, folder):
         metrics = json.loads((folder / "dataset.json").read_text())["metrics"]

@@ -50,9 +50,12 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add("--delta", type=float, required=True, metavar="D", help="in (0, 1)")
     add("--sample-rate", type=float, metavar="Q", help="Poisson inclusion probability, in (0, 1]")
     add("--steps", type=int, metavar="N", help="optimizer steps")
-    add("--dataset-size", type=int, metavar="N", help="with the next two, instead of the above")
+    add("--dataset-size", type=int, metavar="N", help="with --batch-size and --epochs")
     add(
-        "--batch-size", type=int, metavar="B", help="--sample-rate and --steps: expected batch size"
+        "--batch-size",
+        type=int,
+        metavar="B",
+        help="expected; it and the two around it stand for --sample-rate and --steps",
     )
     add("--epochs", type=float, metavar="X", help="expected passes over the data")
     add(

@@ -20,8 +20,12 @@ def add_parsers(subparsers: Any) -> None:
         description="Read a task's source, drop duplicate documents and write the fixed split.",
         epilog="example: dprc prepare-data --task bbc_offline --out results/data/bbc_offline",
     )
-    data.add_argument("--task", required=True, help="name of the task, e.g. bbc_offline")
-    data.add_argument("--source", type=Path, help="folder of local files in place of the source")
+    data.add_argument(
+        "--task",
+        required=True,
+        help="e.g. bbc_offline; of your own files: own_classification, own_summary, own_qa",
+    )
+    data.add_argument("--source", type=Path, help="folder of local files, yours or the source's")
     data.add_argument("--labels", help="own_classification: the classes, separated by commas")
     for split in ("train", "test"):
         data.add_argument(
@@ -86,6 +90,12 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
 
     from dprc import tasks
 
+    source, out = arguments.source, arguments.out
+    if source is not None and out.resolve() in (source.resolve(), (source / "data").resolve()):
+        raise ValueError(
+            f"--out: {out} is where --source has its files, which would be replaced; name another "
+            "folder"
+        )
     sizes = {
         name: getattr(arguments, name)
         for name in ("train_documents", "test_documents")
@@ -96,7 +106,7 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
         if not hasattr(task, "labels"):
             raise ValueError(f"--labels: task {task.name} brings its own or has none")
         task = replace(task, labels=tuple(name.strip() for name in arguments.labels.split(",")))
-    tasks.save_dataset(task, arguments.out, arguments.source)
+    tasks.save_dataset(task, out, source)
 
 
 def _prepare_model(arguments: argparse.Namespace) -> None:

@@ -122,7 +122,8 @@ def _configuration(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"model.path: {folder} holds no prepared model (config.json is missing). Run: "
-            f"dprc prepare-model --preset tiny-llama --out {folder}"
+            f"dprc prepare-model --preset tiny-llama --out {folder} (for a model of your own: "
+            "--preset llama-3.2-1b --source FOLDER)"
         )
     return AutoConfig.from_pretrained(folder)
 

@@ -65,9 +65,12 @@ def load_dataset(folder: Path, task: str) -> Dataset:
     """
     about_file = folder / "dataset.json"
     if not about_file.is_file():
+        rest = f"--out {folder}"
+        if task.startswith("own_"):  # perhaps the folder of the files themselves
+            rest = "--source FILES --out FOLDER, and name FOLDER here"
         raise FileNotFoundError(
             f"task.data: {folder} holds no prepared dataset (dataset.json is missing). Run: "
-            f"dprc prepare-data --task {task} --out {folder}"
+            f"dprc prepare-data --task {task} {rest}"
         )
     about = json.loads(about_file.read_text(encoding="utf-8"))
     if about["config"]["task"] != task:
