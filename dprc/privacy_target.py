@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dprc import accounting, estimators
+from dprc.arguments import randomized_name
 from dprc.engine import PrivacyEngine
 from dprc.errors import PrivacyError
 from dprc.processes import Processes
@@ -19,7 +20,7 @@ def clipping_options(method: MethodSettings) -> dict[str, Any]:
         ValueError: An unknown estimator, or an option that it does not have.
     """
     options = method.accounting()
-    name = "hutchinson" if method.estimator == "auto" else method.estimator
+    name = randomized_name(method.estimator, method.head_rank)
     made = {"num_probes", "sketch", "head_rank"} & set(options)
     try:
         estimator = estimators.get(name, **{key: options[key] for key in made})
@@ -42,8 +43,8 @@ def calibrated_noise(
     Args:
         privacy: The target.
         training: Sampling rate and steps.
-        clipping: What ``clipping_options`` gives; ``"auto"`` is charged like ``"hutchinson"``,
-            for nothing that it may choose has a worse law.
+        clipping: What ``clipping_options`` gives; ``"auto"`` is charged like the randomized
+            estimator among its choices, for nothing that it may choose has a worse law.
 
     Raises:
         PrivacyError: The given one does not reach the target.
@@ -89,7 +90,7 @@ def _charged(
         "sample_rate": training.sample_rate,
         "steps": training.steps,
         **clipping,
-        "estimator": "hutchinson" if estimator == "auto" else estimator,
+        "estimator": randomized_name(estimator, clipping.get("head_rank")),
     }
 
 
