@@ -267,7 +267,8 @@ class PrivacyEngine:
         To be called once for each logical batch, also for an empty one.
 
         Raises:
-            PrivacyError: More steps than ``with_epsilon`` calibrated for.
+            PrivacyError: More steps than ``with_epsilon`` calibrated for; replicas whose parameters
+                differ.
         """
         self._sum.refuse_incomplete()
         if self._max_steps is not None and self.accountant.steps >= self._max_steps:
@@ -285,6 +286,8 @@ class PrivacyEngine:
             refuse_out_of_step(self._share, taken=self._sum.samples)
         self._processes.rest()
         arguments.check_unchanged(self.model, self.optimizer, self._capture.parameters)
+        named = zip(self._capture.names, self._capture.parameters, strict=True)
+        self._processes.refuse_unequal(dict(named))
         self._sampled_by_loader &= self._share is not None
         totals, index = self._sum.take(), self._step_index
         self._step_index, self._share = index + 1, None

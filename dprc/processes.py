@@ -67,6 +67,19 @@ class Processes(Job, Protocol):
             PrivacyError: Another model, another form of parallelism, or another schedule.
         """
 
+    def refuse_unequal(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Refuse trained parameters that each process holds, and that differ between them.
+
+        Which process a sample goes to depends on what else was drawn. So where processes compute
+        with other parameters, one sample more changes the gradients of others, beyond its clipping.
+
+        Args:
+            named: The parameters, by name.
+
+        Raises:
+            PrivacyError: They differ.
+        """
+
     def make_totals(self, parameters: Sequence[torch.Tensor]) -> Totals:
         """Return the empty sums of a logical batch."""
 
@@ -135,6 +148,9 @@ class OneProcess:
 
     def check_dataset(self, dataset: Any, facts: Mapping[str, object]) -> None:
         """Accept it."""
+
+    def refuse_unequal(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Accept them."""
 
     def make_totals(self, parameters: Sequence[torch.Tensor]) -> Totals:
         """Return the empty sums of a logical batch."""

@@ -109,6 +109,7 @@ def _train(settings: RunSettings, place: RunFolder, reporter: Reporter, job: Job
         fingerprints.of_examples(workload.train, workload.test),
         fingerprints.of_model(workload.model),
     )
+    job.agree(about)  # a unit that is elsewhere in another copy of the data could be drawn twice
     step = job.led(lambda: continued(step))
     processes = parallel.join(workload.model, settings.parallel.strategy)
     run = Run(settings, workload, processes=processes)

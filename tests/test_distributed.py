@@ -692,6 +692,28 @@ def batches_left_out():
         engine.step()
 
 
+def other_kinds_of_device(way):
+    kinds = {"cpu": ["cpu", "GPU"][mine()]}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dprc.distributed.group, "kind_of_device", lambda d: kinds[d.type])
+        JOIN[way](MODELS["blocks"]())
+
+
+def loaded_in_one_process():
+    model = MODELS["blocks"]()
+    engine = make_engine(model, replicate(model))
+    if mine() == 1:
+        with torch.no_grad():
+            model.head.bias.add_(1e-3)
+    take_steps(model, engine, Rows(8), steps=1)
+
+
+def optimizers_that_part():
+    model = MODELS["blocks"]()
+    engine = make_engine(model, replicate(model), lr=0.1 * (1 + mine()))
+    take_steps(model, engine, Rows(8), steps=2)
+
+
 class Outside(Stack):
     """A weight is used outside its layer in a way that the capture does not see."""
 
@@ -732,6 +754,9 @@ REFUSALS = [
     (a_loop_around_parts, (), r"model \(FSDPStack\): runs its samples one by one"),
     (batches_of_its_own, (), "poisson_loader: a sharded model needs all processes"),
     (batches_left_out, (), "poisson_loader: a sharded model needs all processes"),
+    *((other_kinds_of_device, (way,), "kind of device 0: differs between") for way in WAYS),
+    (loaded_in_one_process, (), "head.bias: is not the same in all processes any more"),
+    (optimizers_that_part, (), "embed.weight: is not the same in all processes any more"),
     (an_unseen_use_of_a_shard, (), "head.weight: is also used outside its own module"),
 ]
 

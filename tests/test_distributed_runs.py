@@ -55,12 +55,12 @@ def settings(strategy="replicate", private=True, **changes):
     return make(parallel={"strategy": strategy}, **options | changes)
 
 
-def run(folder, *arguments, stop_at=None, resume=False, **changes):
+def run(folder, *arguments, stop_at=None, resume=False, documents=None, **changes):
     """Train in this process, alone or as one of several; give parameters and metrics."""
     models = []
 
     def prepare(its_settings):
-        work = runs.workload(its_settings, model=seeded(Deep))
+        work = runs.workload(its_settings, model=seeded(Deep), train=documents)
         models.append(work.model)
         return work
 
@@ -161,6 +161,15 @@ def other_settings(folder):
     return str(refused.value)
 
 
+def other_documents(folder):
+    """Neither the first nor the last."""
+    documents = runs.Documents(runs.DOCUMENTS, 0)
+    documents.ids[5] = torch.full((4,), 1 + distributed.get_rank())
+    with pytest.raises(dprc.PrivacyError) as refused:
+        run(folder, "replicate", True, documents=documents)
+    return str(refused.value)
+
+
 def test_bad_input_is_refused_by_all(two, alone, tmp_path):
     private, folder, _ = alone
     if private:
@@ -169,6 +178,9 @@ def test_bad_input_is_refused_by_all(two, alone, tmp_path):
         first, second = two.ask(other_settings, tmp_path / "other")
         assert first == second
         assert "training.learning_rate: differs between processes: 0.1 in process 0" in first
+        first, second = two.ask(other_documents, tmp_path / "documents")
+        assert first == second
+        assert "content of the documents: differs between processes" in first
 
 
 def written(way):

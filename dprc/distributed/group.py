@@ -14,7 +14,7 @@ _Value = TypeVar("_Value")
 _SHOWN = 80  # characters of a value in a message
 # Not told in messages, which end in logs: whoever knows the seed knows the noise.
 _SECRET = ("privacy_seed",)
-_CHUNK = 2**22
+_CHUNK = 2**20
 
 
 class Group:
@@ -138,8 +138,14 @@ def _difference(name: str, first: str, other: str, rank: int) -> str:
 
 
 def facts_of_model(model: nn.Module) -> dict[str, object]:
-    """Return what must be the same of a model in all processes: names, shapes, values."""
+    """Return what must be the same of a model in all processes: names, shapes, values, devices.
+
+    A GPU of another kind draws other numbers from the same seed, as a CPU does: replicas would add
+    other noise to the same sum, and shards might share some.
+    """
     facts: dict[str, object] = {}
+    for device in dict.fromkeys(parameter.device for parameter in model.parameters()):
+        facts[f"kind of device {len(facts)}"] = kind_of_device(device)
     for name, parameter in model.named_parameters():
         facts[f"parameter {name}"] = (
             tuple(parameter.shape),
@@ -151,19 +157,37 @@ def facts_of_model(model: nn.Module) -> dict[str, object]:
     return facts
 
 
+def kind_of_device(device: torch.device) -> str:
+    """Return what decides which numbers a device draws from a seed."""
+    if device.type != "cuda":
+        return device.type
+    about = torch.cuda.get_device_properties(device)
+    return f"{about.name} of {about.multi_processor_count} multiprocessors"
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """Return a number that tells tensors of other values apart, made where the tensor is."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = flat.to(torch.uint8) if flat.dtype == torch.bool else flat.view(kinds[flat.itemsize])
     total = 0
-    for number, chunk in enumerate(torch.split(bits, _CHUNK)):
+    for number, chunk in enumerate(torch.split(_bits(tensor), _CHUNK)):
         places = torch.arange(1, len(chunk) + 1, device=chunk.device)
         # Wraps around, which is all right: it does so alike everywhere.
         total += (number + 1) * int((chunk.to(torch.int64) * places).sum())
     return total % 2**64
+
+
+def bit_sum(tensor: torch.Tensor) -> int:
+    """Return a number below 2**52 that changes where tensors part by chance; one pass over it."""
+    chunks = torch.split(_bits(tensor), _CHUNK)
+    return int(torch.stack([chunk.sum(dtype=torch.int64) for chunk in chunks]).sum()) % 2**52
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor as integers."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.to(torch.uint8) if flat.dtype == torch.bool else flat.view(kinds[flat.itemsize])
 
 
 def digest(item: Any) -> str:

@@ -1,11 +1,11 @@
 """Replicated models: each process holds all of the model, and all take the same step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import distributed, nn
 
-from dprc.distributed.group import Group, facts_of_model
+from dprc.distributed.group import Group, bit_sum, facts_of_model
 from dprc.errors import PrivacyError
 from dprc.processes import OneProcess, refuse_wrappers
 from dprc.schedules import Totals
@@ -54,6 +54,20 @@ class Replicated(Group):
         """Refuse another model than was replicated."""
         OneProcess().check(model, schedule)
         refuse_other_model(model, self._model, "replicate")
+
+    def refuse_unequal(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Refuse replicas that have parted: loaded in one process only, for one."""
+        sums = [bit_sum(parameter) for parameter in named.values()]
+        most = self.largest([*sums, *(-number for number in sums)])
+        highest, lowest = most[: len(sums)], [-number for number in most[len(sums) :]]
+        for name, high, low in zip(named, highest, lowest, strict=True):
+            if high != low:
+                error = PrivacyError(
+                    f"{name}: is not the same in all processes any more, so clipping bounds "
+                    "nothing. Load parameters in all processes, and give all the same optimizer "
+                    "and schedule, without randomness of their own."
+                )
+                raise self._told(error)
 
     def make_totals(self, parameters: Sequence[torch.Tensor]) -> Totals:
         """Return the empty sums of a logical batch."""

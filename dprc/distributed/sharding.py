@@ -5,7 +5,7 @@ the parts (embeddings, the last norm, the head) is one more part, gathered from 
 of its modules is called until the optimizer steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,6 +129,9 @@ class Sharded(Group):
         self.rest()
         for name, parameter in model.named_parameters():
             refuse_other_sharding(name, parameter, self.world_size)
+
+    def refuse_unequal(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Accept them: each row has one process, from which all others gather it."""
 
     def make_totals(self, parameters: Sequence[torch.Tensor]) -> Totals:
         """Return the empty sums of a logical batch."""
