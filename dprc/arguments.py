@@ -1,6 +1,7 @@
 """What a ``PrivacyEngine`` accepts; the messages name the argument, its value and the way out."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -134,6 +135,17 @@ def check_unchanged(
     if {id(p) for group in optimizer.param_groups for p in group["params"]} != known:
         raise PrivacyError(
             "optimizer: holds other parameters than when the engine took it. Make a new engine."
+        )
+
+
+def warn_of_other_sampling(steps: int, sampled_by_loader: bool) -> None:
+    """Warn where an ε is told of steps whose samples the engine did not draw."""
+    if steps > 0 and not sampled_by_loader:
+        warnings.warn(
+            "epsilon: samples came from elsewhere than engine.poisson_loader. It holds "
+            "only if each was drawn with probability sample_rate, independently of all others; "
+            "shuffled batches of one size, a DataLoader's, are not. Use engine.poisson_loader.",
+            stacklevel=3,
         )
 
 

@@ -322,7 +322,12 @@ class PrivacyEngine:
             self.optimizer.zero_grad(set_to_none=True)
 
     def epsilon(self, delta: float) -> float:
-        """Return an upper bound on ε at ``delta`` for the steps taken so far."""
+        """Return an upper bound on ε at ``delta`` for the steps taken so far.
+
+        Warns if samples came from elsewhere than ``poisson_loader``: it is a bound only if they
+        were drawn as Poisson sampling draws them.
+        """
+        arguments.warn_of_other_sampling(self.accountant.steps, self._sampled_by_loader)
         return self.accountant.epsilon(delta)
 
     def poisson_loader(

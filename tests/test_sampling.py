@@ -1,5 +1,7 @@
 """Poisson sampling: independent inclusion, physical batches, empty batches."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -133,3 +135,14 @@ class TestTheEnginesLoader:
         engine.backward(engine.model(torch.stack(data[:8])).sum(1))
         engine.step()
         assert not engine.sampled_by_loader
+        with pytest.warns(UserWarning, match=r"a DataLoader's, are not. Use engine.poisson_loader"):
+            engine.epsilon(1e-5)
+
+    def test_epsilon_says_nothing_of_its_own_samples(self, engine, data):
+        for logical_batch in engine.poisson_loader(data, steps=2, max_physical_batch=4):
+            for batch in logical_batch:
+                engine.backward(engine.model(batch).sum(1))
+            engine.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.epsilon(1e-5)
