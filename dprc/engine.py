@@ -13,14 +13,7 @@ from dprc.errors import PrivacyError
 from dprc.estimators import Estimator
 from dprc.noise import RandomStreams, add_gaussian_noise_
 from dprc.processes import Processes, joined, refuse_unknown
-from dprc.sampling import (
-    MapDataset,
-    PoissonLoader,
-    Share,
-    deal,
-    poisson_indices,
-    refuse_out_of_step,
-)
+from dprc.sampling import MapDataset, PoissonLoader, Share, draw_share, refuse_out_of_step
 from dprc.sketch import SketchSource
 
 SCHEDULES = ("two_pass", "book_keeping")
@@ -380,13 +373,16 @@ class PrivacyEngine:
                 "poisson_loader: the logical batch before was not finished. Call engine.step() "
                 "once after each logical batch, also after an empty one."
             )
-        step, size = self._step_index, len(dataset)
-        drawn = poisson_indices(
-            self._streams.sampling, size=size, sample_rate=self.sample_rate, step=step
+        self._share = draw_share(
+            self._streams.sampling,
+            self._processes,
+            size=len(dataset),
+            sample_rate=self.sample_rate,
+            step=self._step_index,
+            max_physical_batch=max_physical_batch,
         )
-        share = deal(drawn, self._processes, step=step, max_physical_batch=max_physical_batch)
-        self._share, self._has_loader = share, True
-        return share
+        self._has_loader = True
+        return self._share
 
     # --- diagnostics: none of them is private -----------------------------------------------------
 

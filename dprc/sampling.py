@@ -110,6 +110,20 @@ def deal(
     return Share(step, indices, len(drawn), idle)
 
 
+def draw_share(
+    stream: Stream,
+    processes: Processes,
+    *,
+    size: int,
+    sample_rate: float,
+    step: int,
+    max_physical_batch: int,
+) -> Share:
+    """Draw the logical batch of one step and return this process's share: both functions above."""
+    drawn = poisson_indices(stream, size=size, sample_rate=sample_rate, step=step)
+    return deal(drawn, processes, step=step, max_physical_batch=max_physical_batch)
+
+
 class LogicalBatch(Sized):
     """This process's samples of one optimizer step; iterating gives physical batches.
 
@@ -240,9 +254,12 @@ class PlainSampler:
         """Draw the samples of the next step."""
         step = self.next_step
         self.next_step += 1
-        drawn = poisson_indices(
-            self._stream, size=len(dataset), sample_rate=self._sample_rate, step=step
+        self.share = draw_share(
+            self._stream,
+            self._processes,
+            size=len(dataset),
+            sample_rate=self._sample_rate,
+            step=step,
+            max_physical_batch=max_physical_batch,
         )
-        options: dict[str, int] = {"step": step, "max_physical_batch": max_physical_batch}
-        self.share = deal(drawn, self._processes, **options)
         return self.share
