@@ -6,7 +6,7 @@ import pandas as pd
 
 from paper_figures.files import (
     load_runs,
-    make_parser,
+    make_table_parser,
     run_command,
     runs_note,
     write_csv,
@@ -94,8 +94,6 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("accuracy_table", "Average test scores over seeds.")
+    parser = make_table_parser("accuracy_table", "Average test scores over seeds.")
     parser.add_argument("--metrics", required=True, help="CSV of collect_metrics")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

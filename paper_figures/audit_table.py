@@ -10,7 +10,7 @@ import pandas as pd
 from paper_figures.files import (
     inputs_note,
     load_result,
-    make_parser,
+    make_table_parser,
     run_command,
     write_csv,
     write_markdown,
@@ -111,8 +111,6 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("audit_table", "Tabulate claimed epsilon and audited lower bounds.")
+    parser = make_table_parser("audit_table", "Tabulate claimed epsilon and audited lower bounds.")
     parser.add_argument("audits", nargs="+", help="result files of dprc audit")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

@@ -13,7 +13,7 @@ from paper_figures.files import (
     inputs_note,
     load_result,
     load_runs,
-    make_parser,
+    make_table_parser,
     run_command,
     runs_note,
     write_csv,
@@ -175,7 +175,7 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("compare_paper", "Compare the paper's numbers with ours.")
+    parser = make_table_parser("compare_paper", "Compare the paper's numbers with ours.")
     parser.add_argument("--configuration", required=True, help="name of the configuration")
     parser.add_argument("--paper", required=True, help="the paper's values")
     parser.add_argument("--metrics", required=True, help="CSV of collect_metrics")
@@ -186,6 +186,4 @@ if __name__ == "__main__":
     parser.add_argument("--noise", required=True, help="of dprc sweep-noise")
     parser.add_argument("--errors", required=True, help="of dprc measure-norm-error")
     parser.add_argument("--envelope", required=True, help="of dprc envelope")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

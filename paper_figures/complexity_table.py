@@ -9,7 +9,7 @@ import pandas as pd
 from paper_figures.files import (
     inputs_note,
     load_result,
-    make_parser,
+    make_table_parser,
     run_command,
     write_csv,
     write_markdown,
@@ -184,9 +184,9 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("complexity_table", "Tabulate and check the formulas of the estimators.")
+    parser = make_table_parser(
+        "complexity_table", "Tabulate and check the formulas of the estimators."
+    )
     parser.add_argument("--flops", required=True, help="result file of dprc count-flops")
     parser.add_argument("--memory", required=True, help="result of dprc simulate-memory --layers")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

@@ -7,7 +7,7 @@ import pandas as pd
 from paper_figures.files import (
     inputs_note,
     load_result,
-    make_parser,
+    make_table_parser,
     run_command,
     write_csv,
     write_markdown,
@@ -137,11 +137,9 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("efficiency_table", "Tabulate what the paper's two layers cost.")
+    parser = make_table_parser("efficiency_table", "Tabulate what the paper's two layers cost.")
     parser.add_argument("--flops", required=True, help="result file of dprc count-flops")
     parser.add_argument("--memory", required=True, help="result of dprc simulate-memory --layers")
     parser.add_argument("--profiles", nargs="+", required=True, help="of dprc profile-layer")
     parser.add_argument("--paper", required=True, help="the paper's values")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

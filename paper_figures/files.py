@@ -170,3 +170,11 @@ def make_parser(module: str, description: str) -> argparse.ArgumentParser:
     """Make the parser of a module's command line."""
     name = f"python -m paper_figures.{module}"
     return argparse.ArgumentParser(prog=name, description=description)
+
+
+def make_table_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Make the parser of a module that writes a table, with its two files."""
+    parser = make_parser(module, description)
+    parser.add_argument("--csv", required=True, help="CSV to write")
+    parser.add_argument("--markdown", required=True, help="Markdown to write")
+    return parser

@@ -8,7 +8,7 @@ import pandas as pd
 from paper_figures.files import (
     inputs_note,
     load_result,
-    make_parser,
+    make_table_parser,
     run_command,
     write_csv,
     write_markdown,
@@ -96,9 +96,7 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("flops_table", "Tabulate what the estimators cost and save.")
+    parser = make_table_parser("flops_table", "Tabulate what the estimators cost and save.")
     parser.add_argument("--flops", required=True, help="result file of dprc count-flops")
     parser.add_argument("--paper", required=True, help="the paper's values")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

@@ -9,7 +9,7 @@ import pandas as pd
 from paper_figures.files import (
     inputs_note,
     load_result,
-    make_parser,
+    make_table_parser,
     run_command,
     write_csv,
     write_markdown,
@@ -117,8 +117,8 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("layer_latency_table", "Tabulate time and memory of one layer's norm.")
+    parser = make_table_parser(
+        "layer_latency_table", "Tabulate time and memory of one layer's norm."
+    )
     parser.add_argument("profiles", nargs="+", help="result files of dprc profile-layer")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

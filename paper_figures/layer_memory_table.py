@@ -9,7 +9,7 @@ import pandas as pd
 from paper_figures.files import (
     inputs_note,
     load_result,
-    make_parser,
+    make_table_parser,
     run_command,
     write_csv,
     write_markdown,
@@ -139,9 +139,7 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("layer_memory_table", "Tabulate the memory of one layer's norm.")
+    parser = make_table_parser("layer_memory_table", "Tabulate the memory of one layer's norm.")
     parser.add_argument("--memory", required=True, help="result of dprc simulate-memory --layers")
     parser.add_argument("--paper", required=True, help="the paper's values")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

@@ -12,7 +12,7 @@ from paper_figures.files import (
     inputs_note,
     load_result,
     load_runs,
-    make_parser,
+    make_table_parser,
     run_command,
     runs_note,
     write_csv,
@@ -110,10 +110,10 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("low_budget_table", "Put noise and accuracy at ε = 0.7 beside the paper.")
+    parser = make_table_parser(
+        "low_budget_table", "Put noise and accuracy at ε = 0.7 beside the paper."
+    )
     parser.add_argument("--metrics", required=True, help="CSV of collect_metrics")
     parser.add_argument("--calibrations", nargs="*", default=[], help="at the paper's budget")
     parser.add_argument("--paper", required=True, help="the paper's values")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))

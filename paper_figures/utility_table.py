@@ -8,7 +8,7 @@ import pandas as pd
 from paper_figures.accuracy_table import format_published, format_score, summarize_runs
 from paper_figures.files import (
     load_runs,
-    make_parser,
+    make_table_parser,
     run_command,
     runs_note,
     write_csv,
@@ -130,9 +130,9 @@ def _command(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser("utility_table", "Put our test scores beside the paper's main table.")
+    parser = make_table_parser(
+        "utility_table", "Put our test scores beside the paper's main table."
+    )
     parser.add_argument("--metrics", required=True, help="CSV of collect_metrics")
     parser.add_argument("--paper", required=True, help="the paper's values")
-    parser.add_argument("--csv", required=True, help="CSV to write")
-    parser.add_argument("--markdown", required=True, help="Markdown to write")
     raise SystemExit(run_command(parser, _command))
