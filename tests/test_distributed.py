@@ -20,7 +20,7 @@ from dprc.noise import Stream
 from dprc.processes import OneProcess
 from dprc.sampling import LogicalBatch, deal
 from tests import runs
-from tests.jobs import alone_in_a_job, job_of
+from tests.jobs import alone_in_a_job
 from tests.tiny import causal_lm
 
 WAYS = ("replicate", "shard")
@@ -191,18 +191,6 @@ def assert_close(found, expected, tolerance=2e-5):
     for name, value in expected.items():
         error = float((found[name] - value).abs().max())
         assert error <= tolerance * max(1.0, float(value.abs().max())), (name, error)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    with job_of(2, tmp_path_factory.mktemp("two")) as job:
-        yield job
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    with job_of(3, tmp_path_factory.mktemp("three")) as job:
-        yield job
 
 
 # --- pure logic: no process is started ------------------------------------------------------------

@@ -21,7 +21,6 @@ from dprc.termination import Terminated
 from dprc.train import train
 from tests import runs
 from tests.articles import save_few_articles
-from tests.jobs import job_of
 from tests.test_distributed import JOIN, WAYS, Block, assert_close, seeded
 from tests.tiny import causal_lm
 
@@ -94,18 +93,6 @@ def resumed(folder, stop_at, *arguments):
 
 def without_times(metrics):
     return {name: value for name, value in metrics.items() if name != "train_seconds"}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    with job_of(2, tmp_path_factory.mktemp("two")) as job:
-        yield job
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    with job_of(3, tmp_path_factory.mktemp("three")) as job:
-        yield job
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["private", "plain"])
