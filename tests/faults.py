@@ -6,6 +6,7 @@ Each plants itself in the engine's parts; none exists in the product.
 import torch
 
 import dprc.engine
+import dprc.sampling
 from dprc import estimators
 from dprc.clipping import ClippedSum
 from dprc.engine import PrivacyEngine
@@ -146,20 +147,20 @@ def no_guard(monkeypatch):
 def one_batch_size(monkeypatch):
     """As many samples in each batch as are expected, accounted as Poisson sampling."""
 
-    def chosen(stream, *, size, sample_rate, step, rank=0):
+    def chosen(stream, *, size, sample_rate, step):
         generator = torch.Generator().manual_seed(step)
         return torch.randperm(size, generator=generator)[: round(size * sample_rate)].sort()[0]
 
-    monkeypatch.setattr(dprc.engine, "poisson_indices", chosen)
+    monkeypatch.setattr(dprc.sampling, "poisson_indices", chosen)
 
 
 def samples_drawn_too_often(monkeypatch):
-    indices = dprc.engine.poisson_indices
+    indices = dprc.sampling.poisson_indices
 
     def more(stream, *, sample_rate, **options):
         return indices(stream, sample_rate=1.1 * sample_rate, **options)
 
-    monkeypatch.setattr(dprc.engine, "poisson_indices", more)
+    monkeypatch.setattr(dprc.sampling, "poisson_indices", more)
 
 
 # Their places among the parameters of the audited model.
