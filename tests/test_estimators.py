@@ -134,6 +134,17 @@ class TestDeterministic:
         apart = dense(a, g) + dense(b, h) + dense(e, one_hot)
         assert not torch.allclose(apart, whole, rtol=1e-3), "the cross terms must matter here"
 
+    @pytest.mark.parametrize(("uses", "kept"), [(2, 2), (3, 0), (5, 0)])
+    def test_tiled_keeps_uses_only_while_the_gradient_is_larger(self, uses, kept):
+        # A use has 2 * 5 * (20 + 30) = 500 numbers, the gradient 2 * 20 * 30 = 1200.
+        pieces = [factors(2, 5, 20, 30, seed=seed) for seed in range(uses)]
+        accumulation = estimators.get("tiled").begin(30, 20, batch=2)
+        for a, g in pieces:
+            accumulation.add(a, g)
+        assert len(accumulation._uses) == kept
+        whole = dense(*(torch.cat(side, 1) for side in zip(*pieces, strict=True)))
+        torch.testing.assert_close(accumulation.finish(), whole, rtol=1e-10, atol=0)
+
     @pytest.mark.parametrize("name", DETERMINISTIC)
     def test_an_embedding_sums_equal_ids_first(self, name):
         ids = torch.tensor([[3, 3, 9, 3], [0, 1, 2, 9]])

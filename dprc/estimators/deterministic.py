@@ -201,6 +201,24 @@ class _Tiles(_KeptUses):
     def __init__(self, rows: int, columns: int, batch: int, tile_rows: int) -> None:
         super().__init__(rows, columns, batch)
         self._tile_rows = tile_rows
+        self._whole: _Dense | None = None
+
+    def _add(self, use: Use) -> None:
+        # One use is held by its backward pass anyway. More of them, such as the chunks of a head,
+        # are kept only as long as the gradient, to which they add up, is larger.
+        if self._whole is None and self._uses:
+            held = sum(factor.numel() for kept in (*self._uses, use) for factor in kept)
+            if held > self.batch * self.rows * self.columns:
+                self._whole = _Dense(self.rows, self.columns, self.batch)
+                while self._uses:
+                    self._whole.add_use(self._uses.pop())
+        if self._whole is None:
+            self._uses.append(use)
+        else:
+            self._whole.add_use(use)
+
+    def _finish(self) -> torch.Tensor:
+        return super()._finish() if self._whole is None else self._whole.finish()
 
     def _sum_into(self, total: torch.Tensor) -> None:
         for start in range(0, self.rows, self._tile_rows):
@@ -226,7 +244,11 @@ class _Tiles(_KeptUses):
 
 @dataclass(frozen=True)
 class Tiled(Estimator):
-    """Exact norm, formed a block of rows at a time: exact's operations, little memory."""
+    """Exact norm, formed a block of rows at a time: exact's operations, little memory.
+
+    Several uses of a parameter are kept until the last, unless they take more than its gradient:
+    then that is formed, as by ``exact``.
+    """
 
     tile_rows: int = TILE_ROWS
     name = "tiled"
