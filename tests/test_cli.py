@@ -38,7 +38,7 @@ def test_help_fits_a_screen_and_has_an_example(command, capsys):
         (["plan", "--model", "gpt2", "--tokens", "1", "--batch", "1"], "tokens: .* got 1"),
         (
             ["plan", "--model", "gpt2", "--tokens", "9", "--batch", "1", "--memory", "80 bananas"],
-            "--memory: must be a size such as 80GiB or 24GB, got '80 bananas'",
+            "--memory: must be a size with its unit such as 80GiB or 24GB, got '80 bananas'",
         ),
         (
             ["plan", "--model", "gpt2", "--tokens", "9", "--batch", "1", "--epsilon", "2"],
@@ -63,6 +63,14 @@ def test_help_fits_a_screen_and_has_an_example(command, capsys):
         (["envelope", "--ranks", "0"], "--ranks: .* got '0'"),
         (["simulate-memory", "--tokens", "9"], "--layers or --model"),
         (["simulate-memory", "--layers", "9", "--tokens", "9"], "--layers: each must be INxOUT"),
+        (
+            ["simulate-memory", "--layers", "9x9", "--tokens", "9", "--loss", "full"],
+            "--loss: is of --model, not of --layers; leave it out, got 'full'",
+        ),
+        (
+            ["simulate-memory", "--layers", "9x9", "--tokens", "9", "--head-rank", "2"],
+            "--head-rank: is of --model",
+        ),
         (["prepare-model", "--preset", "tiny-llama", "--heads", "3", "--out", "x"], "heads: "),
     ],
 )

@@ -120,13 +120,13 @@ class TestFit:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GiB", 80 * 2**30), ("24 GB", 24 * 10**9), ("1.5mib", 3 * 2**19), ("1000", 1000)],
+    [("80GiB", 80 * 2**30), ("24 GB", 24 * 10**9), ("1.5mib", 3 * 2**19), ("1000b", 1000)],
 )
 def test_sizes_are_read(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "80 bananas", "1e9", "8KI"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0GB", "80", "80 bananas", "1e9", "8KI"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="--memory"):
         parse_bytes(text)

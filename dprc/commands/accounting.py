@@ -90,6 +90,9 @@ def run_calibrate(args: argparse.Namespace) -> None:
     """Print the noise multiplier of a privacy target."""
     from dprc import accounting
 
+    for name in ("layers", "tokens"):
+        if getattr(args, name) is not None and not args.compare:
+            raise ValueError(f"--{name}: is the work that --compare compares; give --compare too")
     settings = _settings(args)
     sigma = accounting.noise_multiplier(epsilon=args.epsilon, **settings)
     spent = accounting.epsilon(noise_multiplier=sigma, **settings)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -40,6 +41,30 @@ def numbers(name: str, text: str) -> list[float]:
     if not all(number > 0 for number in found):
         raise ValueError(f"{name}: must be above 0, got {text!r}")
     return found
+
+
+def refuse_unused(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    names: Iterable[str],
+    *,
+    why: str,
+) -> None:
+    """Refuse options that would change nothing.
+
+    Args:
+        parser: Knows the defaults.
+        arguments: What was given.
+        names: Of the options that have no meaning here, as attributes.
+        why: Says so, after the option's name.
+
+    Raises:
+        ValueError: One of them is not at its default.
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value != parser.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')}: {why}; leave it out, got {value!r}")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -6,11 +6,12 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from dprc.commands.options import counts, stay_offline
+from dprc.commands.options import counts, refuse_unused, stay_offline
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
@@ -67,7 +68,7 @@ def add_parsers(subparsers: Any) -> None:
     simulate.add_argument("--lora-rank", type=int, help="--model: train LoRA adapters alone")
     simulate.add_argument("--json", action="store_true", help="print the rows as JSON")
     simulate.add_argument("--out", help="result file to write")
-    simulate.set_defaults(run=_simulate)
+    simulate.set_defaults(run=partial(_simulate, simulate))
 
 
 def _add_model(parser: Any, *, required: bool = True) -> None:
@@ -76,15 +77,17 @@ def _add_model(parser: Any, *, required: bool = True) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as ``80GiB``, ``24GB`` or ``1000000``.
+    """Return the bytes of a size such as ``80GiB``, ``24GB`` or ``1000000B``.
 
     Raises:
-        ValueError: Not such a size.
+        ValueError: Not such a size; a number alone is none, for it could be meant in gigabytes.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?I?B?)", text.strip().upper())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?I?B)", text.strip().upper())
     unit = None if match is None else match[2]
     if match is None or unit not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"--memory: must be a size such as 80GiB or 24GB, got {text!r}")
+        raise ValueError(
+            f"--memory: must be a size with its unit such as 80GiB or 24GB, got {text!r}"
+        )
     return int(float(match[1]) * _UNITS[unit])
 
 
@@ -190,9 +193,15 @@ def _advice(chosen: dict[str, Any]) -> str:
     )
 
 
-def _simulate(arguments: argparse.Namespace) -> None:
+# Options of `simulate-memory` about a whole model.
+_OF_MODELS = ("head_rank", "modes", "checkpointing", "loss", "optimizer", "lora_rank")
+
+
+def _simulate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     if (arguments.layers is None) == (arguments.model is None):
         raise ValueError("--layers or --model: give one of the two")
+    if arguments.layers is not None:
+        refuse_unused(parser, arguments, _OF_MODELS, why="is of --model, not of --layers")
     tokens = counts("--tokens", arguments.tokens)
     probes = counts("--num-probes", arguments.num_probes)
     if arguments.batch < 1:

@@ -166,3 +166,9 @@ def test_compare_counts_the_work_of_the_given_layers(capsys, monkeypatch):
 def test_bad_layers_are_named(words, message):
     with pytest.raises(ValueError, match=message):
         run("calibrate", "--epsilon", "2", *SCHEDULE, "--compare", "--estimator", "exact", *words)
+
+
+@pytest.mark.parametrize("words", [["--layers", "64x32"], ["--tokens", "10"]])
+def test_work_that_nothing_compares_is_refused(words):
+    with pytest.raises(ValueError, match=f"{words[0]}: is the work that --compare compares"):
+        run("calibrate", "--epsilon", "2", *SCHEDULE, *words)
