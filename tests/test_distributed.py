@@ -18,6 +18,7 @@ from dprc.distributed.replication import ReplicatedTotals
 from dprc.losses import causal_lm_loss
 from dprc.noise import Stream
 from dprc.processes import OneProcess
+from dprc.recompute import recompute_blocks
 from dprc.sampling import LogicalBatch, deal
 from tests import runs
 from tests.jobs import alone_in_a_job
@@ -170,7 +171,7 @@ def trained(way, kind, steps=3, count=14, param_dtype=None, changes=(), device="
     model = MODELS[kind]().to(device)
     if kind == "recomputed":
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_blocks(model)
     options = {} if param_dtype is None else {"param_dtype": param_dtype}
     processes = JOIN[way](model, **options)
     engine = make_engine(model, processes, **dict(changes))
@@ -291,6 +292,26 @@ def test_two_processes_learn_what_one_does(two, way, kind):
 
 
 @several
+def saved_and_loaded(way, kind):
+    """Save as docs/distributed.md does; give what a plain model then holds."""
+    model = MODELS[kind]()
+    processes = JOIN[way](model)
+    weights = {name: processes.whole(value) for name, value in model.state_dict().items()}
+    if processes.rank > 0:
+        return None
+    plain = MODELS[kind]()
+    for parameter in plain.parameters():
+        nn.init.constant_(parameter, 7.0)
+    plain.load_state_dict(weights)
+    return whole(plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["blocks", "tied"])
+def test_a_script_saves_the_weights_of_the_plain_model(two, way, kind):
+    assert_close(two.ask(saved_and_loaded, way, kind)[0], whole(MODELS[kind]()), tolerance=0.0)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_three_processes_learn_what_one_does(three, way):
     """Uneven shares, shards of unequal and of no rows."""

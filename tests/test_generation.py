@@ -6,6 +6,7 @@ import torch
 import dprc
 from dprc.generation import evaluating, generate
 from dprc.models.lora import add_lora
+from dprc.recompute import recompute_blocks
 from dprc.settings import LoraSettings
 from tests.tiny import causal_lm
 
@@ -80,7 +81,7 @@ def test_modes_are_put_back_module_by_module():
 
 def test_checkpointing_does_not_hinder_it():
     model = causal_lm().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_blocks(model)
     model.config.use_cache = False
     assert generate(model, PROMPTS, **OPTIONS) == generate(causal_lm(), PROMPTS, **OPTIONS)
 

@@ -11,6 +11,7 @@ from dprc.noise import Position, Stream, add_gaussian_noise_
 from dprc.profiling.device import Nvml, check_occupancy, measure_peak
 from dprc.profiling.flops import LayerShape
 from dprc.profiling.latency import profile_layer
+from dprc.recompute import recompute_blocks
 from tests.jobs import alone_in_a_job
 from tests.test_distributed import WAYS, assert_close, trained
 from tests.truth import clipped_sum, per_sample_gradients, squared_norms
@@ -88,7 +89,7 @@ def small_llama(dtype=torch.float32, *, checkpointing=False):
     )
     model = LlamaForCausalLM(config).to(DEVICE, dtype)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_blocks(model)
         model.train()
     return model
 

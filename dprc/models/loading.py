@@ -20,6 +20,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from dprc.models.lora import add_lora
 from dprc.models.smollm2 import smollm2, smollm2_tokenizer
+from dprc.recompute import recompute_blocks
 from dprc.settings import ModelSettings
 
 
@@ -105,7 +106,7 @@ def load_model(
     inner = getattr(model, "backbone", model)
     inner.config.use_cache = False  # generation switches it on for itself
     if settings.gradient_checkpointing:
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_blocks(inner)
     if settings.mode == "lora":
         head = next(name for name in ("score", "head", "lm_head") if hasattr(model, name))
         model = add_lora(

@@ -25,6 +25,7 @@ from dprc.engine import SCHEDULES, PrivacyEngine
 from dprc.losses import IGNORED, causal_lm_loss
 from dprc.profiling.meter import MemoryMeter, ShapesOnlyStream
 from dprc.profiling.presets import ModelShape
+from dprc.recompute import recompute_blocks
 from dprc.schedules import NormPass
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -350,7 +351,7 @@ def _build(config: Any, step: Step, mode: FakeTensorMode | None) -> Any:
     if mode is not None:
         _make_fake(model, mode)
     if step.checkpointing:
-        model.activation_checkpointing_enable()
+        recompute_blocks(model)
     return model
 
 

@@ -1,12 +1,13 @@
 """What training steps are compared on: models, how they are trained, batches, and the truth."""
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from dprc.recompute import recompute_blocks
 
 BATCH = 2
 VOCABULARY = 4096
@@ -67,12 +68,7 @@ def build_model(setting: Setting) -> Any:
         torch.manual_seed(0)
         model = _llama(setting) if setting.architecture == "llama" else _gpt2(setting)
         if setting.checkpointing is not None:
-            with warnings.catch_warnings():
-                # Named anew in transformers 5.24; the old name is known to all of 5.
-                warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_enable(
-                    {"use_reentrant": setting.checkpointing == "reentrant"}
-                )
+            recompute_blocks(model, use_reentrant=setting.checkpointing == "reentrant")
         if setting.training == "lora":
             model = _with_lora(model)
     return model.train()
