@@ -64,9 +64,16 @@ def declared_tokens(estimator: object, max_tokens: int | None) -> int | None:
 
 
 def randomized_name(estimator: str, head_rank: int | None) -> str:
-    """Return what stands behind ``"auto"`` where exact is not cheaper; other names as they are."""
-    if estimator != "auto":
+    """Return what stands behind ``"auto"`` where exact is not cheaper; other names as they are.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    if estimator in estimators.names():
         return estimator
+    if estimator != "auto":
+        known = ", ".join((*estimators.names(), "auto"))
+        raise ValueError(f"estimator: must be one of {known}, got {estimator!r}")
     return "hutchinson" if head_rank is None else "hutchpp"
 
 
@@ -147,6 +154,16 @@ def warn_of_other_sampling(steps: int, sampled_by_loader: bool) -> None:
             "shuffled batches of one size, a DataLoader's, are not. Use engine.poisson_loader.",
             stacklevel=3,
         )
+
+
+def complaint_of_delta(delta: float, examples: int) -> str | None:
+    """Return what to warn of if a δ promises nothing for this many examples."""
+    if delta * examples < 1:
+        return None
+    return (
+        f"delta: {delta} is not below 1/{examples}, one over the number of examples: a mechanism "
+        "that publishes one of them whole could meet it"
+    )
 
 
 def check_losses(losses: object) -> None:

@@ -20,9 +20,9 @@ def clipping_options(method: MethodSettings) -> dict[str, Any]:
         ValueError: An unknown estimator, or an option that it does not have.
     """
     options = method.accounting()
-    name = randomized_name(method.estimator, method.head_rank)
     made = {"num_probes", "sketch", "head_rank"} & set(options)
     try:
+        name = randomized_name(method.estimator, method.head_rank)
         estimator = estimators.get(name, **{key: options[key] for key in made})
     except ValueError as error:
         raise ValueError(f"method.{error}") from None

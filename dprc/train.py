@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dprc import fingerprints, parallel
+from dprc.arguments import complaint_of_delta
 from dprc.checkpoints import Snapshot
 from dprc.noise import Stream
 from dprc.optimization import make_optimizer, make_scheduler
@@ -100,11 +101,9 @@ def _train(settings: RunSettings, place: RunFolder, reporter: Reporter, job: Job
     if settings.output.save_model:
         check_savable(workload.model)
     privacy, documents = settings.privacy, len(workload.train)
-    if privacy is not None and privacy.delta * documents >= 1:
-        reporter.noted(
-            f"warning: privacy.delta {privacy.delta} is not below 1/{documents}, one over the "
-            "number of documents: a mechanism that publishes one of them whole could meet it"
-        )
+    complaint = None if privacy is None else complaint_of_delta(privacy.delta, documents)
+    if complaint is not None:
+        reporter.noted(f"warning: privacy.{complaint}")
     about |= contents(
         fingerprints.of_examples(workload.train, workload.test),
         fingerprints.of_model(workload.model),

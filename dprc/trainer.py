@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 
+from dprc.arguments import complaint_of_delta
 from dprc.engine import PrivacyEngine
 from dprc.errors import PrivacyError
 from dprc.losses import causal_lm_loss, classification_loss
@@ -168,6 +170,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 "per_device_train_batch_size * gradient_accumulation_steps: is the expected batch "
                 f"size, at most the {size} examples of train_dataset, got {self._expected}"
             )
+        complaint = complaint_of_delta(privacy.delta, size)
+        if complaint is not None:
+            warnings.warn(f"privacy.{complaint}", stacklevel=2)
         self._steps_per_epoch = max(1, round(size / self._expected))
 
     # --- what the Trainer asks for --------------------------------------------------------------

@@ -392,6 +392,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match="at most the 5 examples"):
             private(tmp_path, rows=classified(5))
 
+    def test_a_delta_that_promises_nothing_is_warned_of(self, tmp_path):
+        rows = classified()
+        with pytest.warns(UserWarning, match=f"privacy.delta: 0.5 is not below 1/{len(rows)}"):
+            private(tmp_path, rows=rows, privacy={"delta": 0.5})
+
     def test_one_target_is_needed(self):
         for both in ({}, {"epsilon": 1.0, "noise_multiplier": 1.0}):
             with pytest.raises(ValueError, match="epsilon, noise_multiplier: give one"):
