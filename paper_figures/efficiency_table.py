@@ -36,11 +36,12 @@ def efficiency_rows(
         paper: The paper's values.
 
     Returns:
-        A row for each layer of the paper's table and each estimator. Deterministic norms have no
-        probes. What was not measured is empty.
+        A row for each layer of the paper's table and each of its estimators and baselines, without
+        the small head. Deterministic norms have no probes. What was not measured is empty.
     """
     counted, weighed, timed = (
-        _at_the_papers_setting(rows) for rows in (flops, as_trained(memory), profiles)
+        _at_the_papers_setting(rows[rows["estimator"] != "small_head"])
+        for rows in (flops, as_trained(memory), profiles)
     )
     published = published_flops(paper).merge(published_memory(paper), how="outer", on=KEYS)
     published = _at_the_papers_setting(published)

@@ -25,6 +25,7 @@ COLUMNS = [
     "device",
     "estimator",
     "num_probes",
+    "head_rank",
     "sketch",
     "latency_seconds",
     "latency_low_seconds",
@@ -50,7 +51,7 @@ def profile_rows(results: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
     Returns:
         ``COLUMNS``: quartiles as low and high, and the ratio to the exact norm of the same file
-        (empty where it was not measured).
+        (empty where it was not measured). Hutch++ with a head of its own is ``small_head``.
     """
     rows = []
     for result in results:
@@ -62,6 +63,7 @@ def profile_rows(results: Iterable[dict[str, Any]]) -> pd.DataFrame:
             rows.append(
                 {
                     **row,
+                    "estimator": row["estimator"] if row["head_rank"] is None else "small_head",
                     "device": result["environment"].get("device", ""),
                     "latency_low_seconds": low,
                     "latency_high_seconds": high,
@@ -69,6 +71,10 @@ def profile_rows(results: Iterable[dict[str, Any]]) -> pd.DataFrame:
                 }
             )
     return sort_layers(pd.DataFrame(rows, columns=COLUMNS))
+
+
+def _counts(numbers: Sequence[float]) -> list[str]:
+    return ["" if pd.isna(number) else f"{number:.0f}" for number in numbers]
 
 
 def _mebibytes(sizes: Sequence[float]) -> list[str]:
@@ -85,7 +91,8 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
             "layer": [layer_name(*layer) for layer in rows[COLUMNS[:2]].to_numpy()],
             "tokens": rows["tokens"],
             "estimator": rows["estimator"].map(lambda name: ESTIMATORS[name].label),
-            "probes": ["" if pd.isna(k) else f"{k:.0f}" for k in rows["num_probes"]],
+            "head": _counts(rows["head_rank"]),
+            "probes": _counts(rows["num_probes"]),
             "median [quartiles] (ms)": [
                 f"{1e3 * mid:.2f} [{1e3 * low:.2f}, {1e3 * high:.2f}]" for mid, low, high in times
             ],

@@ -60,10 +60,11 @@ def _look(row: Any) -> dict[str, Any]:
         return {"color": "black", "marker": "*", "markersize": 10}
     if row["library"] == "opacus":
         return {"color": _OPACUS_COLOR, "marker": _OPACUS_MARKERS[row["mode"]], "markersize": 7}
-    style, filled = ESTIMATORS[row["estimator"]], row["schedule"] == "two_pass"
+    name = row["estimator"] if pd.isna(row["head_rank"]) else "small_head"
+    style, filled = ESTIMATORS[name], row["schedule"] == "two_pass"
     return {
         "color": style.color,
-        "marker": "<" if pd.notna(row["head_rank"]) else style.marker,
+        "marker": style.marker,
         "markersize": 8,
         "markerfacecolor": style.color if filled else "white",
         "markeredgecolor": "white" if filled else style.color,

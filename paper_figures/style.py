@@ -31,6 +31,8 @@ ESTIMATORS = {
     "ghost": MethodStyle("ghost", "#666666", "P"),
     "hutchinson": MethodStyle("Hutchinson", "#009E73", "^"),
     "hutchpp": MethodStyle("Hutch++", "#E69F00", "v"),
+    # Results know it as hutchpp with a head_rank.
+    "small_head": MethodStyle("Hutch++, small head", "#CC79A7", "<"),
 }
 RANDOMIZED = ("hutchinson", "hutchpp")
 # Where Llama-3.2-1B has a linear layer of (in_features, out_features).

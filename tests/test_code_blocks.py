@@ -44,7 +44,7 @@ ONLY_PARSED = {
     "dprc compare-peers --settings all --modes all --rounds 0 --no-memory --tokens 64 "
     "--hidden-size 128 --layers 2 --out docs/measurements/peers_checked.json": "minutes",
     "dprc profile-layer --in-features 8192 --out-features 2048 --tokens 4096 --estimator "
-    "exact,tiled,ghost,hutchinson,hutchpp --sketch shared": "minutes",
+    "exact,tiled,ghost,hutchinson,hutchpp,hutchpp_r2_k26 --sketch shared": "minutes",
     "dprc measure-norm-error --model smollm2-135m --data results/data/bbc_offline --tokens 512": (
         "minutes"
     ),

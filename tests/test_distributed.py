@@ -291,7 +291,6 @@ def test_two_processes_learn_what_one_does(two, way, kind):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@several
 def saved_and_loaded(way, kind):
     """Save as docs/distributed.md does; give what a plain model then holds."""
     model = MODELS[kind]()
@@ -306,12 +305,14 @@ def saved_and_loaded(way, kind):
     return whole(plain)
 
 
+@several
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["blocks", "tied"])
 def test_a_script_saves_the_weights_of_the_plain_model(two, way, kind):
     assert_close(two.ask(saved_and_loaded, way, kind)[0], whole(MODELS[kind]()), tolerance=0.0)
 
 
+@several
 @pytest.mark.parametrize("way", WAYS)
 def test_three_processes_learn_what_one_does(three, way):
     """Uneven shares, shards of unequal and of no rows."""

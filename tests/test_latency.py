@@ -82,9 +82,25 @@ def test_workspace_of_a_layer_is_what_its_tensors_weigh():
     assert rows["hutchinson"]["num_probes"] == k
 
 
+def test_a_head_and_its_probes_may_stand_in_the_name(capsys):
+    names = "hutchpp,hutchpp_r2_k6,hutchpp_r1_k6"
+    assert (
+        main([*LAYER, "--estimator", names, "--num-probes", "8", "--repeats", "1", "--json"]) == 0
+    )
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["estimator"] for row in rows] == ["hutchpp"] * 3
+    assert [row["head_rank"] for row in rows] == [None, 2, 1]
+    assert [row["num_probes"] for row in rows] == [8, 6, 6]
+    flops = [row["flops"] for row in rows]
+    assert flops == sorted(flops, reverse=True)
+    assert len(set(flops)) == 3
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--estimator", "hutchpp_r2_k6,hutchpp_r2_k6"], "one or several different ones"),
+        (["--estimator", "hutchpp_r0_k6"], "head_rank: must be at least 1, got 0"),
         (["--estimator", "exact,hutchison"], "estimator: must be one of .* got 'hutchison'"),
         (["--estimator", "exact,exact"], "one or several different ones"),
         (["--num-probes", "49"], "no more than 48 rows or columns to project, got 49"),

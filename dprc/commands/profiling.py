@@ -2,14 +2,18 @@
 
 import argparse
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dprc.commands.options import counts, stay_offline
+
+if TYPE_CHECKING:
+    from dprc.estimators import Estimator
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -58,7 +62,12 @@ def _add_profile_layer(subparsers: Any) -> None:
     add("--out-features", type=int, required=True, metavar="P")
     add("--tokens", type=int, required=True, metavar="T", help="of each sample")
     add("--batch", type=int, default=1, metavar="B", help="samples (default: 1)")
-    add("--estimator", default="hutchinson", metavar="NAME[,NAME…]", help="(default: hutchinson)")
+    add(
+        "--estimator",
+        default="hutchinson",
+        metavar="NAME[,NAME…]",
+        help="hutchpp_r2_k26 is hutchpp with a head of rank 2 and 26 probes (default: hutchinson)",
+    )
     add("--num-probes", type=int, default=32, metavar="K", help="(default: 32)")
     add("--head-rank", type=int, metavar="R", help="hutchpp only")
     add("--sketch", default="per_sample", help="per_sample or shared (default: per_sample)")
@@ -154,7 +163,6 @@ def _count_flops(arguments: argparse.Namespace) -> None:
 
 
 def _profile_layer(arguments: argparse.Namespace) -> None:
-    from dprc import estimators
     from dprc.profiling.device import device_name, resolve_device
     from dprc.profiling.flops import LayerShape
     from dprc.profiling.latency import DTYPES, profile_layer
@@ -165,15 +173,7 @@ def _profile_layer(arguments: argparse.Namespace) -> None:
     names = arguments.estimator.split(",")
     if arguments.head_rank is not None and "hutchpp" not in names:
         raise ValueError("--head-rank: only hutchpp has a head, and it is not in --estimator")
-    chosen = [
-        estimators.get(
-            name,
-            num_probes=arguments.num_probes,
-            sketch=arguments.sketch,
-            head_rank=arguments.head_rank if name == "hutchpp" else None,
-        )
-        for name in names
-    ]
+    chosen = [_named_estimator(name, arguments) for name in names]
     shape = LayerShape(
         arguments.in_features, arguments.out_features, arguments.tokens, arguments.batch
     )
@@ -213,10 +213,27 @@ def _profile_layer(arguments: argparse.Namespace) -> None:
     print(f"{device_name(device)}; {profile.rows[0]['clock']}; {profile.rows[0]['memory_source']}")
     for row in profile.rows:
         print(
-            f"{row['estimator']:<11} {1000 * row['latency_seconds']:>10.2f} ms  "
+            f"{_row_name(row):<15} {1000 * row['latency_seconds']:>10.2f} ms  "
             f"{row['workspace_bytes'] / 2**20:>10.2f} MiB beyond inputs of "
             f"{row['input_bytes'] / 2**20:.2f}  {row['flops'] / 1e9:>10.3f} GFLOP"
         )
+
+
+def _row_name(row: dict[str, Any]) -> str:
+    head = "" if row["head_rank"] is None else f"_r{row['head_rank']}_k{row['num_probes']}"
+    return f"{row['estimator']}{head}"
+
+
+def _named_estimator(name: str, arguments: argparse.Namespace) -> "Estimator":
+    """Make an estimator by its name, which may hold its head and probes."""
+    from dprc import estimators
+
+    num_probes, head_rank = arguments.num_probes, None
+    if name == "hutchpp":
+        head_rank = arguments.head_rank
+    elif found := re.fullmatch(r"hutchpp_r([0-9]+)_k([0-9]+)", name):
+        name, head_rank, num_probes = "hutchpp", int(found[1]), int(found[2])
+    return estimators.get(name, num_probes=num_probes, sketch=arguments.sketch, head_rank=head_rank)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def profile_layer(
 
     Args:
         shape: Of the layer, its batch and its sequences.
-        chosen: The estimators, each once.
+        chosen: The estimators, each once; one of them with other options is another.
         device: Where to run.
         dtype: Of activations and output gradients.
         repeats: Interleaved rounds that are timed.
@@ -85,7 +85,7 @@ def profile_layer(
     def work(estimator: Estimator) -> Callable[[], object]:
         return lambda: estimator.squared_norm(activations, grads, generator)
 
-    functions = {estimator.name: work(estimator) for estimator in chosen}
+    functions = {repr(estimator): work(estimator) for estimator in chosen}
     peaks = {}
     with _cpu_threads(threads):
         for name, run_fn in functions.items():
@@ -96,7 +96,7 @@ def profile_layer(
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     rows = []
     for estimator in chosen:
-        timing, peak = timings[estimator.name], peaks[estimator.name]
+        timing, peak = timings[repr(estimator)], peaks[repr(estimator)]
         rows.append(
             {
                 "estimator": estimator.name,
@@ -145,7 +145,7 @@ def _options(estimator: Estimator) -> dict[str, Any]:
 def _check(
     shape: LayerShape, chosen: Sequence[Estimator], dtype: torch.dtype, device: torch.device
 ) -> None:
-    names = [estimator.name for estimator in chosen]
+    names = [repr(estimator) for estimator in chosen]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"estimator: must be one or several different ones, got {names}")
     larger = max(shape.in_features, shape.out_features)

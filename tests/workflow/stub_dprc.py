@@ -135,8 +135,9 @@ def envelope(arguments):
 def profile_layer(arguments):
     rows = [
         {
-            "estimator": name,
+            "estimator": name.split("_")[0],
             "num_probes": int(arguments.num_probes) if name.startswith("hutch") else None,
+            "head_rank": 2 if "_r2_" in name else None,
             "sketch": arguments.sketch if name.startswith("hutch") else None,
             "in_features": arguments.in_features,
             "out_features": arguments.out_features,

@@ -128,8 +128,9 @@ def profile(tmp_path, seconds, *, device="cpu", tokens=4096, valid=True, layer=(
     rows = [
         {
             **common,
-            "estimator": name,
+            "estimator": name.split("_")[0],
             "num_probes": 32 if name.startswith("hutch") else None,
+            "head_rank": 2 if name == "hutchpp_small" else None,
             "sketch": "shared" if name.startswith("hutch") else None,
             "latency_seconds": value,
             "latency_quartiles_seconds": [0.8 * value, 1.5 * value],

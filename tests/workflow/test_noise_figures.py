@@ -128,7 +128,7 @@ def test_the_envelope_has_a_line_for_each_rank():
 
 
 def test_every_estimator_is_a_point_of_memory_against_time_at_the_longest_text(tmp_path):
-    seconds = {"exact": 0.010, "tiled": 0.011, "hutchinson": 0.002}
+    seconds = {"exact": 0.010, "tiled": 0.011, "hutchinson": 0.002, "hutchpp_small": 0.003}
     results = [profile(tmp_path, seconds, tokens=tokens) for tokens in (1024, 4096)]
     figure = plot_plane(profile_rows(results))
     (axis,) = figure.axes
@@ -136,7 +136,8 @@ def test_every_estimator_is_a_point_of_memory_against_time_at_the_longest_text(t
     points = [container.lines[0] for container in axis.containers]
     drawn = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in points]
     assert drawn[0] == ([pytest.approx(10)], [0.5])
-    assert [len(x) for x, _ in drawn] == [1, 1, 0, 1, 0]
+    assert [len(x) for x, _ in drawn] == [1, 1, 0, 1, 0, 1]
+    assert drawn[-1][0] == [pytest.approx(3)]
 
 
 def layers_of_the_model(estimators=("exact", "hutchinson"), k=32):
