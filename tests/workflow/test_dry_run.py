@@ -102,7 +102,10 @@ def test_a_task_of_several_processes_is_started_by_torchrun(project, configurati
     several = project.snakemake(*command, "--configfile", str(path), "--", "results/all")
     assert several.returncode == 0, several.stdout
     alone = project.snakemake(*command, *SMOKE)
-    started = "| torchrun --standalone --nproc-per-node 3 -m dprc train --config - "
+    started = (
+        "| torchrun --standalone --nproc-per-node 3 --shutdown-timeout 600 "
+        "-m dprc train --config - "
+    )
     assert started in several.stdout
     assert '"parallel": {"strategy": "shard"}' in several.stdout
     assert "torchrun" not in alone.stdout

@@ -350,7 +350,8 @@ def training_processes(wildcards):
 def training_command(wildcards):
     """Give the command of a training run, in one process or in several."""
     count = training_processes(wildcards)
-    several = f"torchrun --standalone --nproc-per-node {count} -m "
+    # A step and its checkpoint may take longer than the 30 seconds that torchrun waits at SIGTERM.
+    several = f"torchrun --standalone --nproc-per-node {count} --shutdown-timeout 600 -m "
     return (several if count > 1 else "") + "dprc train"
 
 
