@@ -207,8 +207,9 @@ class _Tiles(_KeptUses):
         # One use is held by its backward pass anyway. More of them, such as the chunks of a head,
         # are kept only as long as the gradient, to which they add up, is larger.
         if self._whole is None and self._uses:
-            held = sum(factor.numel() for kept in (*self._uses, use) for factor in kept)
-            if held > self.batch * self.rows * self.columns:
+            held = sum(factor.nbytes for kept in (*self._uses, use) for factor in kept)
+            gradient = self.batch * self.rows * self.columns * work_dtype(use.right.dtype).itemsize
+            if held > gradient:
                 self._whole = _Dense(self.rows, self.columns, self.batch)
                 while self._uses:
                     self._whole.add_use(self._uses.pop())
