@@ -40,7 +40,7 @@ def efficiency_rows(
         the small head. Deterministic norms have no probes. What was not measured is empty.
     """
     counted, weighed, timed = (
-        _at_the_papers_setting(rows[rows["estimator"] != "small_head"])
+        _at_the_papers_setting(rows[rows["estimator"] != "hutchpp_small_head"])
         for rows in (flops, as_trained(memory), profiles)
     )
     published = published_flops(paper).merge(published_memory(paper), how="outer", on=KEYS)

@@ -51,7 +51,8 @@ def profile_rows(results: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
     Returns:
         ``COLUMNS``: quartiles as low and high, and the ratio to the exact norm of the same file
-        (empty where it was not measured). Hutch++ with a head of its own is ``small_head``.
+        (empty where it was not measured). Hutch++ with a head of its own is
+        ``hutchpp_small_head``.
     """
     rows = []
     for result in results:
@@ -63,7 +64,7 @@ def profile_rows(results: Iterable[dict[str, Any]]) -> pd.DataFrame:
             rows.append(
                 {
                     **row,
-                    "estimator": row["estimator"] if row["head_rank"] is None else "small_head",
+                    "estimator": _name(row),
                     "device": result["environment"].get("device", ""),
                     "latency_low_seconds": low,
                     "latency_high_seconds": high,
@@ -71,6 +72,10 @@ def profile_rows(results: Iterable[dict[str, Any]]) -> pd.DataFrame:
                 }
             )
     return sort_layers(pd.DataFrame(rows, columns=COLUMNS))
+
+
+def _name(row: dict[str, Any]) -> str:
+    return "hutchpp_small_head" if row["head_rank"] is not None else row["estimator"]
 
 
 def _counts(numbers: Sequence[float]) -> list[str]:

@@ -60,7 +60,7 @@ def _look(row: Any) -> dict[str, Any]:
         return {"color": "black", "marker": "*", "markersize": 10}
     if row["library"] == "opacus":
         return {"color": _OPACUS_COLOR, "marker": _OPACUS_MARKERS[row["mode"]], "markersize": 7}
-    name = row["estimator"] if pd.isna(row["head_rank"]) else "small_head"
+    name = row["estimator"] if pd.isna(row["head_rank"]) else "hutchpp_small_head"
     style, filled = ESTIMATORS[name], row["schedule"] == "two_pass"
     return {
         "color": style.color,

@@ -13,7 +13,7 @@ class MethodStyle(NamedTuple):
     marker: str
 
 
-# Okabe and Ito's colours, and one of Tol's: told apart with any colour vision, and in print by
+# Okabe and Ito's colours, and two of Tol's: told apart with any colour vision, and in print by
 # their markers.
 METHODS = {
     "nonprivate": MethodStyle("no privacy", "#000000", ""),
@@ -23,7 +23,7 @@ METHODS = {
     "hutchinson": MethodStyle("Hutchinson, per-sample sketch, tight analysis", "#009E73", "^"),
     "hutchpp_paper": MethodStyle("Hutch++, shared sketch, envelope analysis", "#CC79A7", "D"),
     "hutchpp": MethodStyle("Hutch++, per-sample sketch, tight analysis", "#E69F00", "v"),
-    "hutchpp_small_head": MethodStyle("Hutch++, small head, per-sample sketch", "#56B4E9", "*"),
+    "hutchpp_small_head": MethodStyle("Hutch++, small head, per-sample sketch", "#332288", "<"),
 }
 ESTIMATORS = {
     "exact": MethodStyle("exact", "#0072B2", "o"),
@@ -32,7 +32,7 @@ ESTIMATORS = {
     "hutchinson": MethodStyle("Hutchinson", "#009E73", "^"),
     "hutchpp": MethodStyle("Hutch++", "#E69F00", "v"),
     # Results know it as hutchpp with a head_rank.
-    "small_head": MethodStyle("Hutch++, small head", "#CC79A7", "<"),
+    "hutchpp_small_head": MethodStyle("Hutch++, small head", "#332288", "<"),
 }
 RANDOMIZED = ("hutchinson", "hutchpp")
 # Where Llama-3.2-1B has a linear layer of (in_features, out_features).

@@ -124,7 +124,7 @@ class TestDeterministic:
     @pytest.mark.parametrize("name", DETERMINISTIC)
     def test_several_uses_are_summed_before_the_norm(self, name):
         a, g = factors(2, 5, 11, 300)
-        b, h = factors(2, 7, 11, 300, seed=1)
+        b, h = factors(2, 4, 11, 300, seed=1)  # together still smaller than the gradient
         ids = torch.tensor([[3, 3, 250, 0, 299], [1, 2, 3, 2, 1]])
         e, _ = factors(2, 5, 11, 1, seed=2)
         one_hot = torch.nn.functional.one_hot(ids, 300).double()
@@ -134,16 +134,30 @@ class TestDeterministic:
         apart = dense(a, g) + dense(b, h) + dense(e, one_hot)
         assert not torch.allclose(apart, whole, rtol=1e-3), "the cross terms must matter here"
 
-    @pytest.mark.parametrize(("uses", "kept"), [(2, 2), (3, 0), (5, 0)])
-    def test_tiled_keeps_uses_only_while_the_gradient_is_larger(self, uses, kept):
-        # A use has 2 * 5 * (20 + 30) = 500 numbers, the gradient 2 * 20 * 30 = 1200.
-        pieces = [factors(2, 5, 20, 30, seed=seed) for seed in range(uses)]
-        accumulation = estimators.get("tiled").begin(30, 20, batch=2)
+    @pytest.mark.parametrize(("dense_uses", "kept"), [(3, 4), (4, 0), (6, 0)])
+    def test_tiled_keeps_uses_only_while_the_gradient_is_larger(self, dense_uses, kept):
+        # A use has 2 * 5 * (20 + 300) = 3200 numbers, the gradient 2 * 20 * 300 = 12000.
+        pieces = [factors(2, 5, 20, 300, seed=seed) for seed in range(dense_uses)]
+        ids = torch.tensor([[3, 3, 250, 0, 299], [1, 2, 3, 2, 1]])
+        e, _ = factors(2, 5, 20, 1, seed=9)
+        accumulation = estimators.get("tiled").begin(300, 20, batch=2)
         for a, g in pieces:
             accumulation.add(a, g)
+        accumulation.add(ids, e)
         assert len(accumulation._uses) == kept
+        pieces.append((e, torch.nn.functional.one_hot(ids, 300).double()))
         whole = dense(*(torch.cat(side, 1) for side in zip(*pieces, strict=True)))
         torch.testing.assert_close(accumulation.finish(), whole, rtol=1e-10, atol=0)
+
+    def test_tiled_forms_no_gradient_of_uses_by_ids_alone(self):
+        accumulation = estimators.get("tiled").begin(4, 3, batch=2)
+        ids = torch.tensor([[3, 3, 0, 1, 2], [1, 2, 3, 2, 1]])
+        e, _ = factors(2, 5, 3, 1)
+        for _ in range(3):
+            accumulation.add(ids, e)
+        assert len(accumulation._uses) == 3
+        one_hot = torch.nn.functional.one_hot(ids, 4).double()
+        torch.testing.assert_close(accumulation.finish(), 9 * dense(e, one_hot))
 
     @pytest.mark.parametrize("name", DETERMINISTIC)
     def test_an_embedding_sums_equal_ids_first(self, name):

@@ -105,7 +105,11 @@ def test_a_head_and_its_probes_may_stand_in_the_name(capsys):
         (["--estimator", "exact,exact"], "one or several different ones"),
         (["--num-probes", "49"], "no more than 48 rows or columns to project, got 49"),
         (["--dtype", "float16"], "--dtype: must be one of .* got 'float16'"),
-        (["--head-rank", "2"], "--head-rank: only hutchpp"),
+        (["--head-rank", "2"], "--head-rank: is for hutchpp, which --estimator does not name"),
+        (
+            ["--estimator", "exact,hutchpp_r2_k6", "--num-probes", "8"],
+            "--num-probes: is for hutchinson and hutchpp, .* got 8",
+        ),
         (["--repeats", "0"], "repeats: must be at least 1"),
         (["--threads", "0"], "threads: must be at least 1"),
         (["--batch", "0"], "batch: must be at least 1"),

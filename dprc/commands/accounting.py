@@ -3,7 +3,10 @@
 import argparse
 import json
 import math
+from functools import partial
 from typing import Any
+
+from dprc.commands.options import refuse_unused
 
 _CALIBRATE_EXAMPLE = """example:
   dprc calibrate --epsilon 2 --delta 1e-5 --sample-rate 0.01 --steps 1000
@@ -31,7 +34,7 @@ def add_parsers(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--layers", metavar="INxOUT", help="with --compare, their work: e.g. 2048x8192,8192x2048"
     )
     calibrate.add_argument("--tokens", type=int, metavar="T", help="per sample, with --layers")
-    calibrate.set_defaults(run=run_calibrate)
+    calibrate.set_defaults(run=partial(run_calibrate, calibrate))
 
     epsilon = subparsers.add_parser(
         "epsilon",
@@ -86,13 +89,13 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FILE", help="write a result file")
 
 
-def run_calibrate(args: argparse.Namespace) -> None:
+def run_calibrate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Print the noise multiplier of a privacy target."""
     from dprc import accounting
 
-    for name in ("layers", "tokens"):
-        if getattr(args, name) is not None and not args.compare:
-            raise ValueError(f"--{name}: is the work that --compare compares; give --compare too")
+    if not args.compare:
+        why = "is the work that --compare compares, and it is not given"
+        refuse_unused(parser, args, ("layers", "tokens"), why=why)
     settings = _settings(args)
     sigma = accounting.noise_multiplier(epsilon=args.epsilon, **settings)
     spent = accounting.epsilon(noise_multiplier=sigma, **settings)

@@ -7,10 +7,11 @@ import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dprc.commands.options import counts, stay_offline
+from dprc.commands.options import counts, refuse_unused, stay_offline
 
 if TYPE_CHECKING:
     from dprc.estimators import Estimator
@@ -77,7 +78,7 @@ def _add_profile_layer(subparsers: Any) -> None:
     add("--threads", type=int, default=1, metavar="N", help="of the CPU (default: 1)")
     add("--seed", type=int, default=0, help="of inputs and sketches (default: 0)")
     _add_output(layer)
-    layer.set_defaults(run=_profile_layer)
+    layer.set_defaults(run=partial(_profile_layer, layer))
 
 
 def _add_measure_norm_error(subparsers: Any) -> None:
@@ -162,7 +163,7 @@ def _count_flops(arguments: argparse.Namespace) -> None:
             )
 
 
-def _profile_layer(arguments: argparse.Namespace) -> None:
+def _profile_layer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     from dprc.profiling.device import device_name, resolve_device
     from dprc.profiling.flops import LayerShape
     from dprc.profiling.latency import DTYPES, profile_layer
@@ -171,8 +172,11 @@ def _profile_layer(arguments: argparse.Namespace) -> None:
     if arguments.dtype not in DTYPES:
         raise ValueError(f"--dtype: must be one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
     names = arguments.estimator.split(",")
-    if arguments.head_rank is not None and "hutchpp" not in names:
-        raise ValueError("--head-rank: only hutchpp has a head, and it is not in --estimator")
+    taken = {"head_rank": {"hutchpp"}, "num_probes": {"hutchpp", "hutchinson"}}
+    for option, takers in taken.items():
+        if not takers & set(names):
+            why = f"is for {' and '.join(sorted(takers))}, which --estimator does not name"
+            refuse_unused(parser, arguments, [option], why=why)
     chosen = [_named_estimator(name, arguments) for name in names]
     shape = LayerShape(
         arguments.in_features, arguments.out_features, arguments.tokens, arguments.batch

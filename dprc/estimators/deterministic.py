@@ -205,9 +205,11 @@ class _Tiles(_KeptUses):
 
     def _add(self, use: Use) -> None:
         # One use is held by its backward pass anyway. More of them, such as the chunks of a head,
-        # are kept only as long as the gradient, to which they add up, is larger.
-        if self._whole is None and self._uses:
-            held = sum(factor.nbytes for kept in (*self._uses, use) for factor in kept)
+        # are kept only as long as the gradient, to which they add up, is larger. Uses by ids alone
+        # never make one.
+        uses = (*self._uses, use)
+        if self._whole is None and len(uses) > 1 and not all(each.by_ids for each in uses):
+            held = sum(factor.nbytes for each in uses for factor in each)
             gradient = self.batch * self.rows * self.columns * work_dtype(use.right.dtype).itemsize
             if held > gradient:
                 self._whole = _Dense(self.rows, self.columns, self.batch)
@@ -247,8 +249,8 @@ class _Tiles(_KeptUses):
 class Tiled(Estimator):
     """Exact norm, formed a block of rows at a time: exact's operations, little memory.
 
-    Several uses of a parameter are kept until the last, unless they take more than its gradient:
-    then that is formed, as by ``exact``.
+    Several uses of a parameter, not all by ids, are kept until the last, unless they take more than
+    its gradient: then that is formed, as by ``exact``.
     """
 
     tile_rows: int = TILE_ROWS

@@ -145,8 +145,8 @@ def _options(estimator: Estimator) -> dict[str, Any]:
 def _check(
     shape: LayerShape, chosen: Sequence[Estimator], dtype: torch.dtype, device: torch.device
 ) -> None:
-    names = [repr(estimator) for estimator in chosen]
-    if not names or len(set(names)) < len(names):
+    if not chosen or len({repr(estimator) for estimator in chosen}) < len(chosen):
+        names = [estimator.name for estimator in chosen]
         raise ValueError(f"estimator: must be one or several different ones, got {names}")
     larger = max(shape.in_features, shape.out_features)
     free = free_bytes(device)

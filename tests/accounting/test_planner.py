@@ -170,5 +170,5 @@ def test_bad_layers_are_named(words, message):
 
 @pytest.mark.parametrize("words", [["--layers", "64x32"], ["--tokens", "10"]])
 def test_work_that_nothing_compares_is_refused(words):
-    with pytest.raises(ValueError, match=f"{words[0]}: is the work that --compare compares"):
+    with pytest.raises(ValueError, match=f"{words[0]}: is the work that --compare compares, and"):
         run("calibrate", "--epsilon", "2", *SCHEDULE, *words)

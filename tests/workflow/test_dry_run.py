@@ -103,7 +103,7 @@ def test_a_task_of_several_processes_is_started_by_torchrun(project, configurati
     assert several.returncode == 0, several.stdout
     alone = project.snakemake(*command, *SMOKE)
     started = (
-        "| torchrun --standalone --nproc-per-node 3 --shutdown-timeout 600 "
+        "| TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 torchrun --standalone --nproc-per-node 3 "
         "-m dprc train --config - "
     )
     assert started in several.stdout

@@ -351,7 +351,9 @@ def training_command(wildcards):
     """Give the command of a training run, in one process or in several."""
     count = training_processes(wildcards)
     # A step and its checkpoint may take longer than the 30 seconds that torchrun waits at SIGTERM.
-    several = f"torchrun --standalone --nproc-per-node {count} --shutdown-timeout 600 -m "
+    # Older versions of torchrun ignore the variable; they refuse the option.
+    wait = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600"
+    several = f"{wait} torchrun --standalone --nproc-per-node {count} -m "
     return (several if count > 1 else "") + "dprc train"
 
 
