@@ -52,6 +52,7 @@ def compare_values(paper: pd.DataFrame, evidence: Evidence, configuration: str) 
             {
                 "id": row.id,
                 "where": row.where,
+                "source": row.source,
                 "quantity": row.quantity,
                 "method": row.method,
                 "setting": row.setting,
@@ -117,6 +118,7 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "id": rows["id"],
+            "where": rows["where"],
             "quantity": rows["quantity"].str.replace("_", " "),
             "setting": rows["method"] + "; " + rows["setting"],
             "unit": rows["unit"],
@@ -130,18 +132,37 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _note(rows: pd.DataFrame, configuration: str) -> str:
-    kinds = rows["verdict"].str.split(":").str[0].value_counts()
-    counts = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    kinds = rows["verdict"].str.split(":").str[0]
+    counts = ", ".join(
+        f"{count} × {kind}{_reasons(rows['verdict'][kinds == kind])}"
+        for kind, count in kinds.value_counts().items()
+    )
+    sources = "".join(f"\n- {source}" for source in sorted(rows["source"].unique()))
     rules = rules_table().to_markdown(index=False, disable_numparse=True)
     return f"""Configuration `{configuration}`. {len(rows)} numbers: {counts}.
+
+The paper's numbers are those of `paper_figures/paper_values.csv`. They were not checked against the
+published article; `where` is the place that they are said to stand at. They come from
+{sources}
 
 A number is reproduced, within noise, or simulated as in the paper by the rule of its kind:
 
 {rules}
 
-What is simulated is weighed on tensors without memory. An offline twin is a much smaller model on
-shorter texts: its scores show that the pipeline works and how the methods compare, and reproduce no
-number of the paper. Where the paper's text and its tables contradict each other, both are named."""
+What is simulated is weighed on tensors that have a shape and no memory. An offline twin is a much
+smaller model on shorter texts: its scores show that the pipeline works and how the methods compare,
+and reproduce no number of the paper. Where the paper's text and its tables contradict each other,
+both are named."""
+
+
+def _reasons(verdicts: pd.Series) -> str:
+    """Count the reasons of what differs, since an offline twin differs in another way."""
+    kinds = {
+        "offline twin": verdicts.str.contains("offline twin"),
+        "another device": verdicts.str.contains("another device"),
+    }
+    counts = [f"{found.sum()} {name}" for name, found in kinds.items() if found.any()]
+    return f" ({', '.join(counts)})" if counts and verdicts.str.startswith("differs").all() else ""
 
 
 def _command(arguments: argparse.Namespace) -> None:

@@ -99,14 +99,14 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
             "estimator": rows["estimator"].map(lambda name: ESTIMATORS[name].label),
             "GFLOP": number("flops_counted", 1e-9, 3),
             "saving (%)": number("saving_vs_exact", 100),
-            "the paper's": number("paper_saving_percent"),
+            "the paper's saving (%)": number("paper_saving_percent"),
             "MiB beyond inputs": number("workspace_bytes", 2**-20),
             "saving without inputs (%)": number("saving_excluding_inputs", 100),
-            "rows for tokens only (%)": number("saving_token_workspace", 100),
-            "the paper's ": number("paper_excluding_percent"),
+            "… of what has a row per token (%)": number("saving_token_workspace", 100),
+            "the paper's, without inputs (%)": number("paper_excluding_percent"),
             "saving with inputs (%)": number("saving_including_inputs", 100),
-            "against a squared copy (%)": number("saving_including_inputs_copied", 100),
-            "the paper's  ": number("paper_including_percent"),
+            "… if exact squares a copy (%)": number("saving_including_inputs_copied", 100),
+            "the paper's, with inputs (%)": number("paper_including_percent"),
             "ms": number("latency_seconds", 1e3),
             "time / exact": number("latency_ratio_to_exact", 1.0, 3),
         }
@@ -131,8 +131,10 @@ def _command(arguments: argparse.Namespace) -> None:
         note=f"One sample, {PAPER_TOKENS} tokens, {PAPER_PROBES} probes, a shared sketch, the"
         " largest and the smallest layer of the paper's table. Operations are counted, memory is"
         " simulated, time is measured on"
-        f" {devices}; the paper's times are of an A100. Savings are against an exact norm that"
-        " squares the gradient in place, or, where it says so, in a copy.",
+        f" {devices}. Savings are against an exact norm that squares the gradient in place, or,"
+        " where it says so, in a copy. The paper does not say what it counts without inputs; its"
+        " numbers are those of the tensors with a row for each token, without projection matrix"
+        " and sketched gradient.",
         source=inputs_note([flops, memory, *timed]),
     )
 

@@ -104,10 +104,11 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
             "inputs (MiB)": _mebibytes(rows["input_bytes"]),
             "beyond inputs (MiB)": _mebibytes(rows["workspace_bytes"]),
             "saving without inputs (%)": _percent(rows["saving_excluding_inputs"]),
-            "the paper's": _percent(rows["paper_excluding_percent"], 1.0),
+            "… of what has a row per token (%)": _percent(rows["saving_token_workspace"]),
+            "the paper's, without inputs (%)": _percent(rows["paper_excluding_percent"], 1.0),
             "saving with inputs (%)": _percent(rows["saving_including_inputs"]),
-            "against a squared copy (%)": _percent(rows["saving_including_inputs_copied"]),
-            "the paper's ": _percent(rows["paper_including_percent"], 1.0),
+            "… if exact squares a copy (%)": _percent(rows["saving_including_inputs_copied"]),
+            "the paper's, with inputs (%)": _percent(rows["paper_including_percent"], 1.0),
         }
     )
 
@@ -130,9 +131,9 @@ def _command(arguments: argparse.Namespace) -> None:
             r"\s+",
             " ",
             f"""One sample, {setting}, {", ".join(shown["dtype"].unique())}, shared sketch made by
-            block; simulated on tensors without memory. Savings are against an exact norm that
-            squares the gradient in place, or, where it says so, in a second matrix. The CSV has
-            other lengths, probe counts and sketches.""",
+            block; simulated on tensors that have a shape and no memory. Savings are against an
+            exact norm that squares the gradient in place, or, where it says so, in a second
+            matrix. The CSV has other lengths, probe counts and sketches.""",
         ),
         source=inputs_note([result]),
     )

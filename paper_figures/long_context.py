@@ -71,7 +71,7 @@ def plot_long_context(flops: pd.DataFrame, steps: pd.DataFrame) -> Figure:
     draw_step_memory(axes[1], steps)
     extra = [
         Line2D([], [], label="a step without privacy", **_STEP),
-        Line2D([], [], label="dashed, right: book keeping", color="#555555", linestyle="--"),
+        Line2D([], [], label="dashed, right: book-keeping", color="#555555", linestyle="--"),
     ]
     estimator_legend(figure, flops["estimator"], extra, columns=4)
     return figure

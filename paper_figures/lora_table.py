@@ -33,6 +33,7 @@ def lora_rows(summary: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for published in paper[paper["where"] == "LoRA table"].itertuples(index=False):
         task = utility_setting(published.method, published.setting).task
+        bound = "less than" in published.setting
         own = runs_of(summary, task, "lora")
         own = own[own["method"].isin(PRIVATE_METHODS)]
         exact = own[own["method"] == "exact"].set_index("epsilon")["mean"]
@@ -40,6 +41,7 @@ def lora_rows(summary: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
             theirs = published.value if run.method == "hutchinson_paper" else float("nan")
             rows.append(
                 {
+                    "paper_is_bound": bound,
                     "task": task,
                     "epsilon": run.epsilon,
                     "method": run.method,
@@ -54,9 +56,10 @@ def lora_rows(summary: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
                 }
             )
         if "hutchinson_paper" not in set(own["method"]):
-            rows.append({"task": task, "method": "hutchinson_paper", "paper_drop": published.value})
+            theirs = {"paper_drop": published.value, "paper_is_bound": bound}
+            rows.append({"task": task, "method": "hutchinson_paper", **theirs})
     columns = ["task", "epsilon", "method", "our_mean", "our_std", "our_seeds", "our_drop"]
-    columns += ["paper_drop", "our_task", "our_max_tokens", "our_steps"]
+    columns += ["paper_drop", "paper_is_bound", "our_task", "our_max_tokens", "our_steps"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -66,6 +69,7 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
         digits = 2 if style.scale == 100 else 4
         ours = OurCells.of(row, style.scale)
         exact = row["method"] == "exact"
+        sign = "< " if row["paper_is_bound"] else ""
 
         def drop(value: float) -> str:
             return "" if pd.isna(value) or exact else f"{value:.{digits}f}"
@@ -78,7 +82,9 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
             "ours": ours.score,
             "seeds": ours.seeds,
             "drop against exact": drop(row["our_drop"]),
-            "the paper's drop": drop(row["paper_drop"]),
+            "the paper's drop": ""
+            if pd.isna(row["paper_drop"])
+            else sign + drop(row["paper_drop"]),
             "our run": ours.run,
         }
 

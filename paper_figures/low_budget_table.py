@@ -52,11 +52,12 @@ def low_budget_rows(
         row: dict[str, Any] = {"method": method, **published.get(method, {})}
         row["our_noise"] = noise.get(method)
         if method in own.index:
-            names = ("mean", "std", "seeds", "task", "max_tokens", "steps")
+            names = ("mean", "std", "seeds", "task", "max_tokens", "steps", "noise_multiplier")
             row |= {f"our_{name}": own.loc[method, name] for name in names}
         rows.append(row)
     columns = ["method", "paper_noise", "our_noise", "paper_mean", "paper_std"]
     columns += [f"our_{n}" for n in ("mean", "std", "seeds", "task", "max_tokens", "steps")]
+    columns.append("our_noise_multiplier")
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -83,6 +84,7 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
             "accuracy (%), ours": ours.score,
             "seeds": ours.seeds,
             "our run": ours.run,
+            "noise multiplier of our run": _number(row["our_noise_multiplier"], 3),
         }
 
     return pd.DataFrame([text(row) for _, row in rows.iterrows()])

@@ -32,6 +32,12 @@ def noise_rows(result: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def run_note(result: dict[str, Any]) -> str:
+    """Say which training a result of ``dprc sweep-noise`` is about."""
+    run = result["config"]
+    return f"q = {run['sample_rate']:.4g}, {run['steps']:,} steps, δ = {run['delta']:g}"
+
+
 def published_noise(paper: pd.DataFrame) -> pd.DataFrame:
     """Select the paper's noise multipliers: method, epsilon, num_probes and noise_multiplier.
 

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from paper_figures.files import inputs_note, load_result, make_parser, run_command, save_figure
-from paper_figures.noise_rows import noise_rows, published_noise
+from paper_figures.noise_rows import noise_rows, published_noise, run_note
 from paper_figures.panels import (
     draw_methods,
     draw_published,
@@ -20,12 +20,13 @@ from paper_figures.paper_values import load_paper_values
 PAPER_PROBES = 32
 
 
-def plot_noise(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+def plot_noise(rows: pd.DataFrame, paper: pd.DataFrame, run: str = "") -> Figure:
     """Draw two panels: the noise multiplier, and its ratio to that of exact clipping.
 
     Args:
         rows: Of ``noise_rows``.
         paper: The paper's values, drawn hollow.
+        run: What the noise is for, of ``run_note``.
 
     Raises:
         ValueError: No row has the paper's number of probes.
@@ -50,13 +51,14 @@ def plot_noise(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
             draw_published(axes[1], point.epsilon, percent, point.method)
     for axis in axes:
         axis.set_xlabel("privacy budget ε")
+    figure.suptitle(run, fontsize="medium")
     method_legend(figure, own["method"], [hollow("hollow: the paper")])
     return figure
 
 
 def _command(arguments: argparse.Namespace) -> None:
     result = load_result(arguments.noise)
-    figure = plot_noise(noise_rows(result), load_paper_values(arguments.paper))
+    figure = plot_noise(noise_rows(result), load_paper_values(arguments.paper), run_note(result))
     save_figure(figure, arguments.png, arguments.pdf, source=inputs_note([result]))
 
 

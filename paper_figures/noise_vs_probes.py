@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from paper_figures.files import inputs_note, load_result, make_parser, run_command, save_figure
-from paper_figures.noise_rows import noise_rows, published_noise
+from paper_figures.noise_rows import noise_rows, published_noise, run_note
 from paper_figures.panels import (
     draw_methods,
     draw_published,
@@ -21,12 +21,13 @@ from paper_figures.style import METHODS
 _PANELS = 3
 
 
-def plot_noise(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+def plot_noise(rows: pd.DataFrame, paper: pd.DataFrame, run: str = "") -> Figure:
     """Draw a panel for each of a few budgets, exact clipping as a level line.
 
     Args:
         rows: Of ``noise_rows``.
         paper: The paper's values, drawn hollow.
+        run: What the noise is for, of ``run_note``.
     """
     epsilons = panel_epsilons(rows, paper)
     figure, (axes,) = make_panels(1, len(epsilons), width=3.4)
@@ -45,6 +46,7 @@ def plot_noise(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         axis.set(title=f"ε = {epsilon:g}", xlabel="probes k")
     axes[0].set_ylabel("noise multiplier σ")
     extra = [hollow("hollow: the paper")] if published["epsilon"].isin(epsilons).any() else []
+    figure.suptitle(run, fontsize="medium")
     method_legend(figure, rows["method"], extra)
     return figure
 
@@ -60,7 +62,7 @@ def panel_epsilons(rows: pd.DataFrame, paper: pd.DataFrame) -> list[float]:
 
 def _command(arguments: argparse.Namespace) -> None:
     result = load_result(arguments.noise)
-    figure = plot_noise(noise_rows(result), load_paper_values(arguments.paper))
+    figure = plot_noise(noise_rows(result), load_paper_values(arguments.paper), run_note(result))
     save_figure(figure, arguments.png, arguments.pdf, source=inputs_note([result]))
 
 

@@ -11,7 +11,7 @@ from paper_figures.panels import make_panels
 from paper_figures.peers_table import peer_rows
 from paper_figures.style import ESTIMATORS, MODES
 
-_OPACUS_COLOR = "#D55E00"
+_OPACUS_COLOR = "#AA4499"
 _OPACUS_MARKERS = {"opacus_hooks": "X", "opacus_fast": "s", "opacus_ghost": "P"}
 
 

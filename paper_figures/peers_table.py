@@ -14,9 +14,8 @@ import pandas as pd
 
 from dprc.results import write_text_atomic
 from paper_figures.files import inputs_note, load_result, make_parser, run_command, write_csv
-from paper_figures.style import ESTIMATORS
+from paper_figures.style import ESTIMATORS, SCHEDULES
 
-SCHEDULES = {"two_pass": "two passes", "book_keeping": "book-keeping"}
 OPACUS = {
     "opacus_hooks": "Opacus, per-sample gradients",
     "opacus_fast": "Opacus, fast gradient clipping",

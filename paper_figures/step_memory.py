@@ -17,9 +17,9 @@ from paper_figures.files import (
     save_figure,
 )
 from paper_figures.panels import logarithmic_ticks, make_panels, plain_numbers
-from paper_figures.style import ESTIMATORS
+from paper_figures.style import ESTIMATORS, MODELS, SCHEDULES
 
-_SCHEDULES = {"two_pass": "-", "book_keeping": "--"}
+_LINES = {"two_pass": "-", "book_keeping": "--"}
 _PLAIN = {"color": "black", "marker": "", "linestyle": ":", "linewidth": 1.6}
 
 
@@ -68,7 +68,11 @@ def draw_step_memory(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
         axis.plot(own["tokens"], own["peak_bytes"] / 2**30, **look)
         entries.append(Line2D([], [], label=label, **look))
     first = rows.iloc[0]
-    title = f"{first['model']}, batch {first['batch']}, {first['dtype']}"
+    title = (
+        f"{MODELS.get(first['model'], first['model'])}, batch {first['batch']}, {first['dtype']}"
+    )
+    if first["checkpointing"]:
+        title += ", checkpointing"
     axis.set(title=title, xlabel="tokens T", xscale="log", yscale="log")
     axis.set_ylabel("peak memory of a step (GiB)")
     logarithmic_ticks(axis, rows["tokens"])
@@ -90,8 +94,10 @@ def _looks(rows: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, dict[str, Any], s
             style = ESTIMATORS[own["estimator"].iloc[0]]
             schedule = own["schedule"].iloc[0]
             look = {"color": style.color, "marker": style.marker, "linewidth": 1.4}
-            look |= {"linestyle": _SCHEDULES[schedule], "markersize": 5}
-            yield own, look, f"{style.label}, {schedule.replace('_', ' ')}"
+            look |= {"linestyle": _LINES[schedule], "markersize": 5}
+            if style is ESTIMATORS["exact"]:  # seen around those that need the same
+                look |= {"markersize": 10, "markerfacecolor": "none", "linewidth": 3.0}
+            yield own, look, f"{style.label}, {SCHEDULES[schedule]}"
 
 
 def _command(arguments: argparse.Namespace) -> None:

@@ -34,6 +34,8 @@ ESTIMATORS = {
     # Results know it as hutchpp with a head_rank.
     "hutchpp_small_head": MethodStyle("Hutch++, small head", "#332288", "<"),
 }
+SCHEDULES = {"two_pass": "two passes", "book_keeping": "book-keeping"}
+MODELS = {"llama-3.2-1b": "Llama-3.2-1B"}
 RANDOMIZED = ("hutchinson", "hutchpp")
 # Where Llama-3.2-1B has a linear layer of (in_features, out_features).
 LLAMA_LAYERS = {

@@ -120,7 +120,8 @@ def sweep_noise(arguments):
                     "noise_overhead": overhead,
                 }
             )
-    config = {name: getattr(arguments, name) for name in ("sample_rate", "steps", "delta")}
+    kinds = {"sample_rate": float, "steps": int, "delta": float}
+    config = {name: kind(getattr(arguments, name)) for name, kind in kinds.items()}
     write_result(arguments.out, config, {"rows": rows}, None, "calibration")
 
 
@@ -215,6 +216,7 @@ def simulated_steps(arguments):
             "tokens": t,
             "batch": 1,
             "dtype": "bf16",
+            "checkpointing": True,
             "peak_bytes": 1000 * t,
         }
         for t, mode in product(counts(arguments.tokens), arguments.modes.split(","))

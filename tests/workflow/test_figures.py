@@ -427,6 +427,7 @@ def test_steps_are_drawn_whole_and_as_a_ratio_to_the_step_without_privacy():
             "tokens": tokens,
             "batch": 1,
             "dtype": "bf16",
+            "checkpointing": True,
             "peak_bytes": peak * 2**30,
         }
 
@@ -442,6 +443,7 @@ def test_steps_are_drawn_whole_and_as_a_ratio_to_the_step_without_privacy():
     figure = plot_step_memory(step_rows({"metrics": {"rows": rows}}))
     peaks, ratios = figure.axes
     assert [line.get_ydata().tolist() for line in peaks.get_lines()] == [[2, 8], [3, 12]]
+    assert peaks.get_title() == "a model, batch 1, bf16, checkpointing"
     assert [line.get_ydata().tolist() for line in ratios.get_lines()] == [[1, 1], [1.5, 1.5]]
     plt.close(figure)
     with pytest.raises(ValueError, match="no step without privacy"):
@@ -595,7 +597,7 @@ def test_the_laws_of_estimates_are_compared_with_what_was_measured(runs, flops):
     errors = pd.DataFrame(
         [
             {"estimator": "hutchinson", "num_probes": 32, "layer": layer, "squared_error_std": std}
-            for layer, std in (("all layers together", 0.13), ("q", 0.4))
+            for layer, std in (("all layers together", 0.13), ("q", 0.24))
         ]
     )
     envelope = pd.DataFrame(
@@ -608,7 +610,8 @@ def test_the_laws_of_estimates_are_compared_with_what_was_measured(runs, flops):
         ]
     )
     rows = comparison(runs, flops, errors=errors, envelope=envelope, noise=noise)
-    assert rows.loc["norm_error_k32", "our_value"] == 0.13
+    assert rows.loc["norm_error_k32", "our_value"] == 0.24  # the claim is about any gradient
+    assert "the worst layer (q)" in rows.loc["norm_error_k32", "configuration"]
     assert rows.loc["lowbudget_overhead", "our_value"] == pytest.approx(7.06)
     ids = ["norm_error_k32", "envelope_k32", "lowbudget_overhead"]
     assert rows.loc[ids, "verdict"].tolist() == ["reproduced"] * 3

@@ -183,6 +183,7 @@ def test_long_context_shows_operations_and_memory():
             "tokens": t,
             "batch": 1,
             "dtype": "bf16",
+            "checkpointing": False,
             "peak_bytes": factor * t * 2**20,
         }
         for mode, estimator, factor in (("nonprivate", None, 1), ("exact_two_pass", "exact", 2))

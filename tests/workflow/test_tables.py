@@ -22,7 +22,7 @@ def summary(*runs):
     """Give a summary of runs: (task, mode, method, epsilon, mean, std)."""
     names = ["task", "mode", "method", "epsilon", "mean", "std"]
     rows = pd.DataFrame(runs, columns=names)
-    return rows.assign(seeds=2, max_tokens=64, steps=100)
+    return rows.assign(seeds=2, max_tokens=64, steps=100, noise_multiplier=9.5)
 
 
 def test_utility_has_three_tasks_at_two_budgets_with_ours_beside_the_papers():
@@ -101,6 +101,7 @@ def test_low_budget_joins_noise_and_accuracy_of_each_method(tmp_path):
         70.59,
         30.0,
     ]
+    assert head["our_noise_multiplier"] == 9.5  # of the run, which is not at the paper's rate
 
 
 def counted(d, p, t, k, **costs):
