@@ -133,9 +133,9 @@ def _for_readers(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _note(rows: pd.DataFrame, configuration: str) -> str:
     kinds = rows["verdict"].str.split(":").str[0]
+    reasons = {"differs": _reasons(rows["verdict"][kinds == "differs"])}
     counts = ", ".join(
-        f"{count} × {kind}{_reasons(rows['verdict'][kinds == kind])}"
-        for kind, count in kinds.value_counts().items()
+        f"{count} × {kind}{reasons.get(kind, '')}" for kind, count in kinds.value_counts().items()
     )
     sources = "".join(f"\n- {source}" for source in sorted(rows["source"].unique()))
     rules = rules_table().to_markdown(index=False, disable_numparse=True)
@@ -157,12 +157,9 @@ both are named."""
 
 def _reasons(verdicts: pd.Series) -> str:
     """Count the reasons of what differs, since an offline twin differs in another way."""
-    kinds = {
-        "offline twin": verdicts.str.contains("offline twin"),
-        "another device": verdicts.str.contains("another device"),
-    }
-    counts = [f"{found.sum()} {name}" for name, found in kinds.items() if found.any()]
-    return f" ({', '.join(counts)})" if counts and verdicts.str.startswith("differs").all() else ""
+    found = {name: verdicts.str.contains(name).sum() for name in ("offline twin", "another device")}
+    counts = [f"{count} {name}" for name, count in found.items() if count]
+    return f" ({', '.join(counts)})" if counts else ""
 
 
 def _command(arguments: argparse.Namespace) -> None:

@@ -39,9 +39,9 @@ def efficiency_rows(
         A row for each layer of the paper's table and each of its estimators and baselines, without
         the small head. Deterministic norms have no probes. What was not measured is empty.
     """
+    without_head = profiles[profiles["estimator"] != "hutchpp_small_head"]
     counted, weighed, timed = (
-        _at_the_papers_setting(rows[rows["estimator"] != "hutchpp_small_head"])
-        for rows in (flops, as_trained(memory), profiles)
+        _at_the_papers_setting(rows) for rows in (flops, as_trained(memory), without_head)
     )
     published = published_flops(paper).merge(published_memory(paper), how="outer", on=KEYS)
     published = _at_the_papers_setting(published)
